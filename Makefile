@@ -1,0 +1,7 @@
+PYTHON ?= python3
+
+.PHONY: tree refresh
+tree:
+	@$(PYTHON) scripts/upstream.py tree
+refresh:
+	@$(PYTHON) scripts/upstream.py refresh

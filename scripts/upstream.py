@@ -1,0 +1,46 @@
+"""Keeps the fork: `python scripts/upstream.py VERB`; see docs/fork.md."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fork import tree, upstream_wheel
+from fork.checkout import here
+from fork.errors import ForkError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    checkout = here()
+    default_tree = checkout.build / "tree"
+    parser = argparse.ArgumentParser(prog="scripts/upstream.py", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verbs.add_parser("fetch", help="download and verify the pinned upstream wheel")
+    for verb, words in (
+        ("tree", "build or update the tree: upstream + patches + overlay"),
+        ("refresh", "write the tree's commits back to python/patches"),
+    ):
+        sub = verbs.add_parser(verb, help=words)
+        sub.add_argument("--dir", type=Path, default=default_tree, help="the tree (build/tree)")
+        sub.add_argument("--force", action="store_true", help="discard what is not saved")
+
+    options = parser.parse_args(arguments)
+    try:
+        match options.verb:
+            case "fetch":
+                print(upstream_wheel.fetch(checkout))
+            case "tree":
+                print(tree.build_tree(checkout, options.dir.absolute(), options.force))
+            case "refresh":
+                changed = tree.refresh(checkout, options.dir.absolute(), options.force)
+                print("\n".join(changed) if changed else "python/patches is up to date")
+    except ForkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
