@@ -25,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
         sub = verbs.add_parser(verb, help=words)
         sub.add_argument("--dir", type=Path, default=default_tree, help="the tree (build/tree)")
         sub.add_argument("--force", action="store_true", help="discard what is not saved")
+        if verb == "tree":
+            words = "carry commits that are not refreshed over onto the changed series"
+            sub.add_argument("--rebase", action="store_true", help=words)
 
     options = parser.parse_args(arguments)
     try:
@@ -32,12 +35,15 @@ def main(arguments: list[str] | None = None) -> int:
             case "fetch":
                 print(upstream_wheel.fetch(checkout))
             case "tree":
-                print(tree.build_tree(checkout, options.dir.absolute(), options.force))
+                words = tree.build_tree(
+                    checkout, options.dir.absolute(), options.force, options.rebase
+                )
+                print(words.replace(f"{checkout.root}/", ""))
             case "refresh":
                 changed = tree.refresh(checkout, options.dir.absolute(), options.force)
                 print("\n".join(changed) if changed else "python/patches is up to date")
     except ForkError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}".replace(f"{checkout.root}/", ""), file=sys.stderr)
         return 1
     return 0
 

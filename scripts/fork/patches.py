@@ -131,12 +131,17 @@ def diff_of(git: Git, commit: str) -> bytes:
     return re.sub(rb"^index [0-9a-f]+\.\.[0-9a-f]+.*\n", b"", diff, flags=re.M)
 
 
-def export_series(git: Git, base: str, head: str = "HEAD") -> list[Patch]:
+def export_series(git: Git, base: str, head: str = "HEAD", known: list[str] = ()) -> list[Patch]:
     """The commits in `base..head` as patches, numbered in order and named after their subjects.
 
-    Raises ForkError for a merge, a commit without a diff, a binary change or two equal names.
+    A patch that is among the `known` names keeps its number unless the order forbids it, so that numbers may
+    leave gaps and inserting a patch renames no more files than it must.
+
+    Raises ForkError for a merge, a commit without a diff or a binary change.
     """
+    numbers = {name[5:]: int(name[:4]) for name in known if re.match(r"\d{4}-", name)}
     patches: list[Patch] = []
+    number = 0
     for commit in git.text("rev-list", "--reverse", f"{base}..{head}").split():
         message = git.text("log", "-1", "--format=%B", commit)
         subject = message.splitlines()[0]
@@ -147,6 +152,7 @@ def export_series(git: Git, base: str, head: str = "HEAD") -> list[Patch]:
             raise ForkError(f"'{subject}' changes nothing; drop it with `git rebase -i base`.")
         if b"\nBinary files " in diff or b"\nGIT binary patch" in diff:
             raise ForkError(f"'{subject}' changes a binary file; only text can be patched.")
-        slug = re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")[:56].strip("-")
-        patches.append(Patch(f"{len(patches) + 1:04d}-{slug}.patch", message, diff))
+        topic = re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")[:56].strip("-") + ".patch"
+        number = max(number + 1, numbers.get(topic, 0))
+        patches.append(Patch(f"{number:04d}-{topic}", message, diff))
     return patches

@@ -23,7 +23,7 @@ from .checkout import Checkout
 from .errors import ForkError
 from .git import Git, init
 from .overlay import link, overlay_files, plan_links
-from .patches import commit_series, export_series, read_series, write_series
+from .patches import commit_series, export_series, read_series, series_names, write_series
 from .upstream_wheel import fetch, wheel_name
 
 VERSION_FILE = "sglang/_version.py"
@@ -41,16 +41,17 @@ def version_source(version: str) -> str:
     )
 
 
-def build_tree(checkout: Checkout, folder: Path, force: bool = False) -> str:
+def build_tree(checkout: Checkout, folder: Path, force: bool = False, rebase: bool = False) -> str:
     """Brings `folder` up to date and returns one line that says what was done.
 
-    Raises ForkError when `folder` holds edits or commits that `refresh` has not saved, unless `force`.
+    Raises ForkError when `folder` holds edits or commits that `refresh` has not saved, unless `force`
+    (they are discarded) or `rebase` (commits are carried over onto the changed series).
     """
     with _lock(folder):
-        return _build_tree(checkout, folder, force)
+        return _build_tree(checkout, folder, force, rebase)
 
 
-def _build_tree(checkout: Checkout, folder: Path, force: bool) -> str:
+def _build_tree(checkout: Checkout, folder: Path, force: bool, rebase: bool) -> str:
     stamp, old = _stamp(checkout), read_stamp(folder)
     made_of = ("wheel", "version", "patches", "overlay", "metadata")
     if old and not force and all(old[key] == stamp[key] for key in made_of):
@@ -60,7 +61,7 @@ def _build_tree(checkout: Checkout, folder: Path, force: bool) -> str:
     fresh = not old or any(old[key] != stamp[key] for key in ("wheel", "version"))
     repatch = fresh or force or old["patches"] != stamp["patches"]
     if old and repatch and not force:
-        refuse_unsaved(folder, old)
+        refuse_unsaved(folder, old, allow_commits=rebase and not fresh)
     done = []
     if fresh:
         _unpack(checkout, folder)
@@ -69,6 +70,7 @@ def _build_tree(checkout: Checkout, folder: Path, force: bool) -> str:
     if repatch:
         patches = read_series(checkout.patches)
         head = commit_series(git, "base", patches)
+        own = git.text("rev-parse", "HEAD") if rebase and old and not fresh else None
         git.text("reset", "-q", "--hard", head)
         done.append(f"applied {len(patches)} patches")
     upstream_files = set(git.bytes("ls-files", "-z").decode().split("\0")) - {""}
@@ -77,8 +79,18 @@ def _build_tree(checkout: Checkout, folder: Path, force: bool) -> str:
     exclude = ["__pycache__/", "*.pyc", "/*.dist-info/", *(f"/{name}" for name in links)]
     (folder / ".git" / "info" / "exclude").write_text("".join(f"{name}\n" for name in exclude))
     metadata.write_dist_info(checkout, folder)
-    head = git.text("rev-parse", "HEAD") if repatch or not old else old["head"]
-    _write_stamp(folder, {**stamp, "links": links, "head": head})
+    _write_stamp(folder, {**stamp, "links": links, "head": head if repatch else old["head"]})
+    if repatch and own and own != old["head"]:
+        # The stamp is already that of the new series: after a conflict, git finishes what is left.
+        git.text("reset", "-q", "--hard", own)
+        result = git.run("rebase", "-q", "--onto", head, old["head"])
+        if result.returncode:
+            files = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
+            raise ForkError(
+                f"your commits conflict with the changed series in {files}; resolve them in {folder}, "
+                "`git rebase --continue`, then `make refresh`."
+            )
+        done.append("rebased your commits")
     return f"{folder}: {', '.join([*done, f'linked {len(links)} overlay paths'])}"
 
 
@@ -96,12 +108,13 @@ def refresh(checkout: Checkout, folder: Path, force: bool = False) -> list[str]:
         if old["patches"] != stamp["patches"] and not force:
             raise ForkError(
                 f"{checkout.patches} changed since {folder} was built and refresh would overwrite that; "
-                "restore it with git, or keep only the tree's commits with --force."
+                "take it in with `python scripts/upstream.py tree --rebase`, or overwrite it with --force."
             )
         git = Git(folder)
         if git.run("merge-base", "--is-ancestor", "base", "HEAD").returncode:
             raise ForkError(f"HEAD of {folder} is not on top of `base`; check out branch `fork`.")
-        patches = export_series(git, "base")
+        known = series_names(checkout.patches) if (checkout.patches / "series").exists() else []
+        patches = export_series(git, "base", known=known)
         for patch in patches:
             if missing := patch.missing_fields():
                 raise ForkError(
@@ -116,14 +129,19 @@ def refresh(checkout: Checkout, folder: Path, force: bool = False) -> list[str]:
         return changed
 
 
-def refuse_unsaved(folder: Path, stamp: dict) -> None:
+def refuse_unsaved(folder: Path, stamp: dict, allow_commits: bool = False) -> None:
     """Raises ForkError when `folder` holds edits or commits that python/patches does not have."""
     git = Git(folder)
     way_out = "commit and `make refresh`, or discard them with --force"
+    if (folder / ".git" / "rebase-merge").exists():
+        raise ForkError(f"a rebase is in progress in {folder}; finish it with `git rebase --continue`.")
     if dirty := _dirty(git):
         raise ForkError(f"{folder} has edits that are not committed ({', '.join(dirty[:3])}); {way_out}.")
-    if git.text("rev-parse", "HEAD") != stamp["head"]:
-        raise ForkError(f"{folder} has commits that are not in python/patches; {way_out}.")
+    if not allow_commits and git.text("rev-parse", "HEAD") != stamp["head"]:
+        raise ForkError(
+            f"{folder} has commits that are not in python/patches, and those changed; carry them over with "
+            "`python scripts/upstream.py tree --rebase`, or discard them with --force."
+        )
 
 
 def read_stamp(folder: Path) -> dict | None:
