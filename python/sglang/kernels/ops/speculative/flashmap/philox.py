@@ -1,0 +1,54 @@
+"""Counter-based random bits: Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+
+A draw is a function of a 64-bit key and a 128-bit counter and of nothing else, so a request draws the same numbers
+alone or in any batch, in the kernel or in the reference. The drafter's layout:
+
+- key: the request's seed, low word first;
+- counter word 0: the element's index divided by four; its remainder picks one of the four output words;
+- counter word 1: the stream, which keeps users of one seed apart (``SAMPLER_STREAM``);
+- counter words 2 and 3: the offset (which step and slot the draw is for), low word first.
+
+The Triton kernels call ``tl.philox`` with the same words.
+"""
+
+from typing import Tuple
+
+import torch
+
+SAMPLER_STREAM = 1
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def _multiply(constant: int, word: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    # The int64 product may wrap around; its bits are those of the unsigned product all the same.
+    product = word * constant
+    return (product >> 32) & _WORD, product & _WORD
+
+
+def philox_torch(
+    seeds: torch.Tensor, offsets: torch.Tensor, quads: torch.Tensor, stream: int
+) -> torch.Tensor:
+    """Four random 32-bit words for each of ``quads``.
+
+    Args:
+        seeds: int64, broadcastable with ``quads``; all 64 bits count.
+        offsets: int64, broadcastable with ``quads``; all 64 bits count.
+        quads: int64 in ``[0, 2**32)``, counter word 0.
+        stream: counter word 1.
+
+    Returns:
+        int64 in ``[0, 2**32)``, of the broadcast shape with a last dimension of 4.
+    """
+    k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
+    c0, c2, c3 = torch.broadcast_tensors(quads, offsets & _WORD, (offsets >> 32) & _WORD)
+    c1 = torch.full_like(c0, stream)
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
+    return torch.stack((c0, c1, c2, c3), dim=-1)
