@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fork import pack, tree, upstream_wheel
+from fork import faults, pack, tree, upstream_wheel
 from fork.checkout import here
 from fork.errors import ForkError
 
@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
             words = "carry commits that are not refreshed over onto the changed series"
             sub.add_argument("--rebase", action="store_true", help=words)
 
+    verbs.add_parser("check", help="list every fault of the patches and the overlay")
     sub = verbs.add_parser("wheel", help="repack upstream's wheel with the patches and the overlay")
     sub.add_argument("--dir", type=Path, default=checkout.root / "dist", help="where to (dist)")
 
@@ -45,6 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
             case "refresh":
                 changed = tree.refresh(checkout, options.dir.absolute(), options.force)
                 print("\n".join(changed) if changed else "python/patches is up to date")
+            case "check":
+                found = faults.check(checkout)
+                for fault in found:
+                    print(f"fault: {fault}".replace(f"{checkout.root}/", ""), file=sys.stderr)
+                if found:
+                    raise ForkError(f"{len(found)} faults in the fork; see the lines above.")
+                print(faults.summary(checkout))
             case "wheel":
                 path = pack.build_wheel(checkout, options.dir.absolute())
                 print(f"{path}  sha256 {upstream_wheel.sha256(path)}")
