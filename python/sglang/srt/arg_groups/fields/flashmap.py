@@ -1,0 +1,29 @@
+"""Server arguments of the FLASHMAP speculative algorithm.
+
+``Spec`` inherits them, so each is a ``--speculative-flashmap-…`` flag and a leaf of
+``get_spec()`` like upstream's own; ``speculative/flashmap/config.py`` reads them from there.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import msgspec
+
+from sglang.srt.arg_groups.arg_utils import A
+
+
+class FlashMapSpecFields(msgspec.Struct):
+    """The ``speculative_flashmap_*`` fields of the ``spec`` namespace."""
+
+    speculative_flashmap_num_steps: A[
+        Optional[int],
+        "FLASHMAP only. Jumps per draft block; the draft checkpoint must have a jump grid for this "
+        "many. Default: the checkpoint's num_steps.",
+    ] = None
+    speculative_flashmap_draft_vocab_size: A[
+        Optional[int],
+        "FLASHMAP only. Draft over this many most frequent tokens (draft_vocab.safetensors of the "
+        "draft checkpoint); 0 drafts over the whole vocabulary. Output is lossless either way. "
+        "Default: the checkpoint's draft_vocab_size.",
+    ] = None

@@ -1,0 +1,211 @@
+"""Resolve and validate the server arguments of ``--speculative-algorithm FLASHMAP``.
+
+One flat pass before any weight is loaded: what FLASHMAP cannot honour is refused in one sentence
+that names the flag and the way out; what is left open is resolved from the draft's config. The
+draft folder's tensors are checked from file headers here too, when the folder is local.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import (
+    attention_backends_of,
+    declare_resolution,
+    model_config_of,
+    resolved_view,
+    resolving_view,
+)
+from sglang.srt.configs.flashmap import FlashMapConfig, FlashMapConfigError
+from sglang.srt.speculative.flashmap.checkpoint import check_folder
+from sglang.srt.speculative.flashmap.config import resolve_draft_vocab_size
+
+# Backends that verify a chain of drafts, by device.
+VERIFY_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
+
+
+def handle_flashmap(server_args: Any) -> None:
+    """Validate ``server_args`` and declare ``W``, one step, one branch."""
+    cfg = resolving_view(server_args)
+    _refuse_unsupported(cfg)
+    config = read_draft_config(cfg)
+    _check_target(server_args, config)
+    width = _resolve_verify_width(cfg, config)
+    config.grid(cfg.speculative_flashmap_num_steps)
+    _check_folder(cfg, config)
+    declare_resolution(
+        server_args,
+        "handle_flashmap",
+        speculative_num_steps=1,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=width,
+    )
+    _check_attention_backend(server_args)
+    if cfg.device == "cpu" and not cfg.disable_overlap_schedule:
+        # There is no second stream to overlap with.
+        declare_resolution(server_args, "handle_flashmap", disable_overlap_schedule=True)
+
+
+def _refuse_unsupported(cfg: Any) -> None:
+    device = str(cfg.device).split(":")[0]
+    if device not in VERIFY_BACKENDS:
+        raise ValueError(
+            f"FLASHMAP runs on CUDA GPUs and CPUs, not on --device {cfg.device}; choose cuda or cpu."
+        )
+    if cfg.speculative_draft_model_path is None:
+        raise ValueError(
+            "FLASHMAP needs a draft: pass --speculative-draft-model-path with a FlashMap release "
+            "(j-shen/FlashMap-Qwen3-8B for Qwen/Qwen3-8B) or a folder made by scripts/make_draft.py."
+        )
+    unsupported = {
+        "--tp-size above 1": cfg.tp_size > 1,
+        "--pp-size above 1": cfg.pp_size > 1,
+        "--enable-dp-attention": bool(cfg.enable_dp_attention),
+        "--disaggregation-mode": cfg.disaggregation_mode not in (None, "null"),
+        "--enable-hierarchical-cache": bool(cfg.enable_hierarchical_cache),
+        "--enable-unified-memory": bool(cfg.enable_unified_memory),
+        "--enable-two-batch-overlap": bool(cfg.enable_two_batch_overlap),
+        "--enable-pdmux": bool(cfg.enable_pdmux),
+        "--enable-mixed-chunk": bool(cfg.enable_mixed_chunk),
+        "--speculative-adaptive": bool(cfg.speculative_adaptive),
+        "--speculative-token-map": cfg.speculative_token_map is not None,
+        "--speculative-draft-window-size": cfg.speculative_draft_window_size is not None,
+        "--speculative-draft-model-quantization": cfg.speculative_draft_model_quantization
+        not in (None, "unquant"),
+        "--speculative-accept-threshold-single and -acc other than 1.0, which would make the output "
+        "lossy": cfg.speculative_accept_threshold_single != 1.0
+        or cfg.speculative_accept_threshold_acc != 1.0,
+    }
+    asked = [name for name, given in unsupported.items() if given]
+    if asked:
+        raise ValueError(
+            f"FLASHMAP does not support {', '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'}"
+            " out, or serve with another --speculative-algorithm."
+        )
+    if cfg.speculative_num_steps not in (None, 1):
+        raise ValueError(
+            f"FLASHMAP drafts a block in one pass: leave out --speculative-num-steps "
+            f"{cfg.speculative_num_steps} (jumps are --speculative-flashmap-num-steps)."
+        )
+    if cfg.speculative_eagle_topk not in (None, 1):
+        raise ValueError(
+            f"FLASHMAP verifies chains: leave out --speculative-eagle-topk "
+            f"{cfg.speculative_eagle_topk}."
+        )
+
+
+def read_draft_config(cfg: Any) -> FlashMapConfig:
+    """The draft's validated config; ``ValueError`` with one sentence otherwise."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    path = cfg.speculative_draft_model_path
+    if os.path.isabs(path) and not os.path.isdir(path):
+        raise ValueError(
+            f"--speculative-draft-model-path {path} does not exist; pass a FlashMap release folder or "
+            "a Hugging Face repository id."
+        )
+    if os.path.isdir(path):
+        _check_config_file(Path(path))
+    try:
+        config = get_config(
+            path,
+            trust_remote_code=False,  # a draft folder never executes code
+            revision=cfg.speculative_draft_model_revision,
+        )
+    except FlashMapConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"--speculative-draft-model-path {path}: its config.json could not be read ({reason}); "
+            "pass a FlashMap release folder or check the network and the repository id."
+        ) from error
+    if not isinstance(config, FlashMapConfig):
+        raise ValueError(
+            f"--speculative-draft-model-path {path} holds a {config.model_type!r} model, not a "
+            "FlashMap draft; pass a FlashMap release, or the --speculative-algorithm of that draft."
+        )
+    return config
+
+
+def _check_config_file(folder: Path) -> None:
+    path = folder / "config.json"
+    if not path.exists():
+        raise ValueError(
+            f"--speculative-draft-model-path {folder} has no config.json; pass a FlashMap release "
+            "folder."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable JSON ({error}); fetch the draft again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object; fetch the draft again.")
+    model_type = content.get("model_type")
+    if model_type == FlashMapConfig.model_type and "target_layer_ids" not in content:
+        # The class default is the Qwen3-8B release's; for another target it would be a guess.
+        raise ValueError(
+            f"{path} lacks target_layer_ids, the target layers the draft reads, which cannot be "
+            "guessed; use the config.json of the release."
+        )
+
+
+def _check_target(server_args: Any, config: FlashMapConfig) -> None:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    model_config = model_config_of(server_args)
+    text = model_config.hf_text_config
+    config.validate_for_target(
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(model_config.vocab_size),
+        num_hidden_layers=int(text.num_hidden_layers),
+    )
+    if mambaish_config(model_config) is not None:
+        raise ValueError(
+            "FLASHMAP does not support targets with recurrent (Mamba or linear attention) layers; "
+            "serve this target with another --speculative-algorithm."
+        )
+
+
+def _resolve_verify_width(cfg: Any, config: FlashMapConfig) -> int:
+    """``W``: the anchor and the drafts verified, ``K + 1`` unless asked for fewer."""
+    asked = cfg.speculative_num_draft_tokens
+    most = config.block_size + 1
+    if asked is None:
+        return most
+    if not 2 <= int(asked) <= most:
+        raise ValueError(
+            f"--speculative-num-draft-tokens {asked} (the verify width, one more than the drafts "
+            f"verified) must be from 2 to {most} for this draft's block size {config.block_size}."
+        )
+    return int(asked)
+
+
+def _check_folder(cfg: Any, config: FlashMapConfig) -> None:
+    size = cfg.speculative_flashmap_draft_vocab_size
+    if size is not None and not 0 <= size <= config.vocab_size:
+        raise ValueError(
+            f"--speculative-flashmap-draft-vocab-size {size} must be from 0 (the whole vocabulary) "
+            f"to {config.vocab_size}."
+        )
+    load_format = cfg.speculative_draft_load_format or cfg.load_format
+    if load_format == "dummy":
+        return
+    folder = Path(cfg.speculative_draft_model_path)
+    if folder.is_dir():
+        check_folder(folder, config, draft_vocab_size=resolve_draft_vocab_size(size, config))
+
+
+def _check_attention_backend(server_args: Any) -> None:
+    view = resolved_view(server_args)
+    device = str(view.device).split(":")[0]
+    allowed = VERIFY_BACKENDS[device]
+    for backend in attention_backends_of(view):
+        if backend is not None and backend not in allowed:
+            raise ValueError(
+                f"FLASHMAP cannot verify with --attention-backend {backend} on {device}; choose "
+                f"{' or '.join(allowed)}."
+            )

@@ -1,0 +1,574 @@
+"""The FlashMap draft model: modules, weights and the passes of a draft step.
+
+The network is the one of ``flashmap.FlashMapDraftModel`` (its tensor names are ours); what is
+computed from it differs only by exact identities, in this order:
+
+1. AdaLN modulations depend on a jump's two times alone: one set per jump, at load.
+2. A single jump starts from noise ``x0 ~ N(0, I_V)``, read only through ``x0 @ E``, which is
+   ``N(0, EᵀE)``: ``z @ Lᵀ`` with ``z ~ N(0, I_H)`` and ``L Lᵀ = EᵀE`` has that law, so no
+   vocabulary-wide noise is drawn. At ``s = 0`` the state's posterior is uniform: a constant.
+3. The DiT's head and the target's LM head meet with no non-linearity between them: they are
+   folded (in float32) into one ``(draft vocabulary, d)`` projection.
+4. All layers' context keys and values come from one GEMM and are normed, rotated and scattered
+   into the draft KV pool by one kernel.
+
+More than one jump carries the block's state ``x (rows, V)`` itself, as the definition does.
+
+Rows: a draft of ``B`` requests with ``N`` candidate blocks of ``K`` slots has ``B * N * K`` rows,
+candidates of one request side by side, so that the request's context is read once for all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Iterable, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sglang.kernels.ops.speculative.flashmap.adaln import adaln
+from sglang.kernels.ops.speculative.flashmap.block_attention import block_self_attention
+from sglang.kernels.ops.speculative.flashmap.context_kv import write_context_kv
+from sglang.kernels.ops.speculative.flashmap.norm import rms_norm, rms_norm_rope
+from sglang.kernels.ops.speculative.flashmap.rope import rope_table
+from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
+from sglang.srt.configs.flashmap import FlashMapConfig
+from sglang.srt.speculative.flashmap.attention import ContextAttention
+from sglang.srt.speculative.flashmap.checkpoint import (
+    DRAFT_VOCAB_TENSORS,
+    check_names_and_shapes,
+    draft_vocabulary,
+)
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.noise import noise_factor
+
+# Context rows projected at a time: bounds the (rows, layers · 2 · kv) scratch of a long prefill.
+_CONTEXT_CHUNK = 4096
+# Rows of the embedding or LM head converted to a wider dtype at a time.
+_VOCAB_CHUNK = 8192
+# Clamp of 1 - s in the posterior's scale s / (1 - s)², as the weights were trained.
+_MIN_REMAINING_TIME = 1e-3
+
+
+class _Norm(nn.Module):
+    """Holds ``weight (dim,)`` of an RMSNorm."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim), requires_grad=False)
+
+
+class _TimeEmbedding(nn.Module):
+    """Sinusoidal features of a time in [0, 1], then an MLP: ``(n,) -> (n, cond_dim)``."""
+
+    def __init__(self, config: FlashMapConfig) -> None:
+        super().__init__()
+        self.dim, self.scale = config.time_embed_dim, config.time_scale
+        self.linear_1 = nn.Linear(config.time_embed_dim, config.cond_dim)
+        self.linear_2 = nn.Linear(config.cond_dim, config.cond_dim)
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        half = self.dim // 2
+        exponents = torch.arange(half, device=t.device, dtype=torch.float32) / half
+        angles = (t.float() * self.scale)[:, None] * torch.exp(-math.log(10000.0) * exponents)
+        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return self.linear_2(F.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
+
+
+class _AdaLN(nn.Module):
+    """Holds the projection of the time conditioning to ``(scale, shift, gate)``."""
+
+    def __init__(self, config: FlashMapConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.cond_dim, 3 * config.hidden_size)
+
+    def modulation(self, cond: torch.Tensor) -> "Modulation":
+        scale, shift, gate = self.linear(F.silu(cond))[0].chunk(3)
+        return Modulation((1 + scale).contiguous(), shift.contiguous(), gate.contiguous())
+
+
+class _Attention(nn.Module):
+    """Holds the projections and q/k norms of one attention."""
+
+    def __init__(self, config: FlashMapConfig) -> None:
+        super().__init__()
+        dim, kv_dim = config.hidden_size, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, kv_dim, bias=False)
+        self.v_proj = nn.Linear(dim, kv_dim, bias=False)
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.q_norm = _Norm(config.head_dim)
+        self.k_norm = _Norm(config.head_dim)
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: FlashMapConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: FlashMapConfig) -> None:
+        super().__init__()
+        self.self_attn_adaln = _AdaLN(config)
+        self.self_attn = _Attention(config)
+        self.cross_attn_adaln = _AdaLN(config)
+        self.cross_attn = _Attention(config)
+        self.mlp_adaln = _AdaLN(config)
+        self.mlp = _MLP(config)
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """AdaLN of one norm at one jump: ``LN(x) * scale1 + shift``, then ``gate`` on the branch."""
+
+    scale1: torch.Tensor
+    shift: torch.Tensor
+    gate: torch.Tensor
+
+
+@dataclass(frozen=True)
+class JumpConstants:
+    """What a jump ``s → t`` reads besides its state."""
+
+    start: float
+    end: float
+    layers: list[tuple[Modulation, Modulation, Modulation]]
+    final: Modulation
+    noise_gate: torch.Tensor  # (1,) weight of the noise embedding
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """The paged context that a draft of ``B`` requests attends to.
+
+    ``req_to_token (rows, max_context)`` lists pool slots; request ``b`` reads the first
+    ``lens[b]`` of row ``req_pool_indices[b]``, the last of which is its anchor.
+    """
+
+    key_buffers: list[torch.Tensor]
+    value_buffers: list[torch.Tensor]
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    lens: torch.Tensor
+
+
+class FlashMapDraftModel(nn.Module):
+    """A FlashMap drafter as sglang loads it; ``attach_target`` makes it ready to draft."""
+
+    draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
+    # The folded head, the noise factor and the uniform embedding are computed from weights.
+    _derived_weight_cache_error = (
+        "FLASHMAP keeps products of the target's embedding and LM head with the draft's weights, "
+        "which an online weight update would leave stale; restart the server with the new weights."
+    )
+
+    def __init__(self, config: FlashMapConfig, quant_config=None, prefix: str = "") -> None:
+        super().__init__()
+        if quant_config is not None:
+            raise ValueError(
+                "The FLASHMAP draft takes no --speculative-draft-model-quantization; leave it out."
+            )
+        self.config = config
+        dim, target_dim = config.hidden_size, config.target_hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * target_dim, dim, bias=False)
+        self.hidden_norm = _Norm(dim)
+        self.anchor_proj = nn.Linear(target_dim, dim)
+        self.anchor_norm = _Norm(dim)
+        self.state_norm = _Norm(target_dim)
+        self.noise_norm = _Norm(target_dim)
+        self.noise_gate = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.x_embed = nn.Linear(target_dim, dim)
+        self.time_embed = _TimeEmbedding(config)
+        self.jump_embed = _TimeEmbedding(config)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        self.final_adaln = _AdaLN(config)
+        self.head = nn.Linear(dim, target_dim)
+        self.requires_grad_(False)
+
+        self._vocab_ranking: Optional[torch.Tensor] = None
+        self._weights_loaded = False
+
+    # --- loading ---------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy a checkpoint's tensors in; the loader hands over every safetensors file of the
+        folder, ``draft_vocab.safetensors`` included. Raises ``FlashMapCheckpointError``."""
+        params = dict(self.named_parameters())
+        found: dict[str, tuple[int, ...]] = {}
+        for name, tensor in weights:
+            if name in DRAFT_VOCAB_TENSORS:
+                if name == "ids":
+                    self._vocab_ranking = tensor
+                continue
+            found[name] = tuple(tensor.shape)
+            if name in params and params[name].shape == tensor.shape:
+                params[name].data.copy_(tensor)
+        check_names_and_shapes(found, self.config, source="checkpoint")
+        self._weights_loaded = True
+
+    def attach_target(
+        self,
+        *,
+        embedding: torch.Tensor,
+        lm_head: torch.Tensor,
+        lm_head_bias: Optional[torch.Tensor],
+        logit_scale: float,
+        serve: FlashMapServeConfig,
+        attention: ContextAttention,
+    ) -> None:
+        """Precompute all that drafts read of the target.
+
+        Args:
+            embedding: ``(≥ V, H)`` token embedding; rows past the vocabulary are padding.
+            lm_head: ``(≥ V, H)`` LM head (the embedding when tied).
+            lm_head_bias: ``(≥ V,)`` or None.
+            logit_scale: factor of the target's logits (muP targets divide theirs).
+            serve: the serving configuration.
+            attention: cross-attention over the paged context.
+        """
+        vocab, hidden = self.config.vocab_size, self.config.target_hidden_size
+        for name, weight in (("embedding", embedding), ("LM head", lm_head)):
+            if weight.dim() != 2 or weight.shape[0] < vocab or weight.shape[1] != hidden:
+                raise ValueError(
+                    f"FLASHMAP needs the target's whole {name} of shape ({vocab}, {hidden}) in an "
+                    f"unquantized layout, got {tuple(weight.shape)}; serve the target without "
+                    "quantizing its embedding or LM head."
+                )
+        self.serve = serve
+        self.attention = attention
+        self.embedding = embedding[:vocab]
+        self.draft_ids = self._draft_ids(serve)
+        self.draft_columns = self._draft_columns()
+        self._fuse_projections()
+        self._fold_head(lm_head[:vocab], lm_head_bias, logit_scale)
+        self._jumps = [self._jump_constants(s, t) for s, t in serve.jumps]
+        self._uniform = self._uniform_embedding()
+        self._noise_factor = (
+            noise_factor(self.embedding).to(self.dtype) if len(self._jumps) == 1 else None
+        )
+
+    def _draft_ids(self, serve: FlashMapServeConfig) -> Optional[torch.Tensor]:
+        """Token ids of the draft vocabulary ``(Vd,)``, or None for the whole vocabulary."""
+        if not serve.draft_vocab_size:
+            return None
+        ranking = self._vocab_ranking
+        if ranking is None:
+            if self._weights_loaded:
+                raise ValueError(
+                    "The FLASHMAP draft checkpoint has no draft_vocab.safetensors; pass "
+                    "--speculative-flashmap-draft-vocab-size 0 to draft over the whole vocabulary."
+                )
+            ranking = torch.arange(self.config.vocab_size)  # load format dummy: any ids will do
+        ids = draft_vocabulary(ranking, serve.draft_vocab_size, self.config.vocab_size)
+        return ids.to(self.embedding.device)
+
+    def _draft_columns(self) -> Optional[torch.Tensor]:
+        """Inverse of ``draft_ids``: ``(V,)`` int32 column of each token, 0 for those outside."""
+        if self.draft_ids is None:
+            return None
+        columns = torch.zeros(
+            self.config.vocab_size, dtype=torch.int32, device=self.draft_ids.device
+        )
+        columns[self.draft_ids] = torch.arange(
+            self.draft_ids.numel(), dtype=torch.int32, device=columns.device
+        )
+        return columns
+
+    def _fuse_projections(self) -> None:
+        """One weight for all layers' context k/v, one for each self-attention's q/k/v; the
+        modules' own weights become views of them, so nothing is stored twice."""
+        kv_dim = self.config.num_key_value_heads * self.config.head_dim
+        context = []
+        for layer in self.layers:
+            context += [layer.cross_attn.k_proj.weight, layer.cross_attn.v_proj.weight]
+        self._context_kv_weight = torch.cat([w.data for w in context])
+        for i, weight in enumerate(context):
+            weight.data = self._context_kv_weight[i * kv_dim : (i + 1) * kv_dim]
+        self._self_qkv_weights = []
+        for layer in self.layers:
+            projections = [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+            fused = torch.cat([p.weight.data for p in projections])
+            start = 0
+            for projection in projections:
+                rows = projection.weight.shape[0]
+                projection.weight.data = fused[start : start + rows]
+                start += rows
+            self._self_qkv_weights.append(fused)
+        self._context_k_norm = torch.stack(
+            [layer.cross_attn.k_norm.weight.data for layer in self.layers]
+        )
+
+    def _fold_head(
+        self, lm_head: torch.Tensor, bias: Optional[torch.Tensor], logit_scale: float
+    ) -> None:
+        """``head`` and the target's LM head as one projection onto the draft vocabulary."""
+        ids = self.draft_ids
+        rows = lm_head.shape[0] if ids is None else ids.numel()
+        weight = torch.empty(
+            rows, self.config.hidden_size, dtype=self.dtype, device=lm_head.device
+        )
+        folded_bias = torch.empty(rows, dtype=self.dtype, device=lm_head.device)
+        head_weight, head_bias = self.head.weight.float(), self.head.bias.float()
+        for start in range(0, rows, _VOCAB_CHUNK):
+            part = slice(start, min(start + _VOCAB_CHUNK, rows))
+            chosen = part if ids is None else ids[part]
+            chunk = lm_head[chosen].float() * logit_scale
+            weight[part] = (chunk @ head_weight).to(self.dtype)
+            chunk_bias = chunk @ head_bias
+            if bias is not None:
+                chunk_bias = chunk_bias + bias[chosen].float() * logit_scale
+            folded_bias[part] = chunk_bias.to(self.dtype)
+        self._folded_head, self._folded_bias = weight, folded_bias
+
+    def _uniform_embedding(self) -> torch.Tensor:
+        """``state_norm(mean of E) (1, H)``: the state term of every jump from ``s = 0``."""
+        vocab = self.embedding.shape[0]
+        uniform = torch.full(
+            (1, vocab), 1.0 / vocab, dtype=torch.float32, device=self.embedding.device
+        ).to(self.embedding.dtype)
+        mean = (uniform @ self.embedding).to(self.dtype)
+        return rms_norm(mean, self.state_norm.weight, self.config.rms_norm_eps)
+
+    def _jump_constants(self, start: float, end: float) -> JumpConstants:
+        times = torch.tensor([start, end], device=self.fc.weight.device)
+        cond = self.time_embed(times[:1]) + self.jump_embed(times[1:])
+        length = 1.0 if self.config.noise_gate == "constant" else end - start
+        return JumpConstants(
+            start=start,
+            end=end,
+            layers=[
+                (
+                    layer.self_attn_adaln.modulation(cond),
+                    layer.cross_attn_adaln.modulation(cond),
+                    layer.mlp_adaln.modulation(cond),
+                )
+                for layer in self.layers
+            ],
+            final=self.final_adaln.modulation(cond),
+            noise_gate=(self.noise_gate.float() * length).to(self.dtype),
+        )
+
+    def derived_bytes(self) -> int:
+        """Bytes of what ``attach_target`` computed and keeps besides the checkpoint."""
+        tensors = [self._folded_head, self._folded_bias, self._uniform, self._noise_factor]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    # --- context ---------------------------------------------------------------------------
+
+    def write_target_hidden_kv(
+        self,
+        *,
+        target_hidden: torch.Tensor,
+        pool,
+        positions: torch.Tensor,
+        cache_loc: torch.Tensor,
+        cache_loc_2d: Optional[torch.Tensor] = None,
+        commit_lens: Optional[torch.Tensor] = None,
+        target_hidden_is_projected: bool = False,
+    ) -> None:
+        """Write the context entries of ``T`` positions (upstream's draft protocol).
+
+        Args:
+            target_hidden: ``(T, layers · H)`` captured outputs of the target layers.
+            pool: the draft's KV pool.
+            positions: ``(T,)``; cache_loc: ``(T,)`` pool slots.
+            cache_loc_2d: ``(B, W)`` view of ``cache_loc`` when the rows are verify windows.
+            commit_lens: ``(B,)``; column ``j`` of window ``b`` is written if ``j < commit_lens[b]``.
+        """
+        assert not target_hidden_is_projected
+        assert (commit_lens is None) == (cache_loc_2d is None)
+        total = target_hidden.shape[0]
+        # A commit is at most one verify batch; only prefills are long enough to need chunks.
+        chunk = total if commit_lens is not None else _CONTEXT_CHUNK
+        for start in range(0, total, max(chunk, 1)):
+            part = slice(start, min(start + chunk, total))
+            hidden = F.linear(target_hidden[part].to(self.dtype), self.fc.weight)
+            entry = rms_norm(hidden, self.hidden_norm.weight, self.config.rms_norm_eps)
+            self._write_context(
+                entry,
+                positions=positions[part],
+                slots=cache_loc[part],
+                key_buffers=pool_buffers(pool, self.config.num_hidden_layers)[0],
+                value_buffers=pool_buffers(pool, self.config.num_hidden_layers)[1],
+                commit_lens=commit_lens,
+            )
+
+    def write_anchor(
+        self,
+        anchors: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        active: torch.Tensor,
+        context: DraftContext,
+    ) -> None:
+        """Write the anchors' context entries: token ids ``anchors (B,)`` at ``positions (B,)`` into
+        pool ``slots (B,)``, for requests whose ``active (B,)`` int32 is 1."""
+        embedded = self.embedding[anchors].to(self.dtype)
+        hidden = F.linear(embedded, self.anchor_proj.weight, self.anchor_proj.bias)
+        entry = rms_norm(hidden, self.anchor_norm.weight, self.config.rms_norm_eps)
+        self._write_context(
+            entry,
+            positions=positions,
+            slots=slots,
+            key_buffers=context.key_buffers,
+            value_buffers=context.value_buffers,
+            commit_lens=active,
+        )
+
+    def _write_context(
+        self, entry, *, positions, slots, key_buffers, value_buffers, commit_lens
+    ) -> None:
+        config = self.config
+        kv = F.linear(entry, self._context_kv_weight).view(
+            -1, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
+        )
+        rope = rope_table(positions, config.head_dim, config.rope_theta)
+        write_context_kv(
+            kv,
+            self._context_k_norm,
+            rope,
+            slots,
+            key_buffers,
+            value_buffers,
+            config.qk_norm_eps,
+            commit_lens,
+        )
+
+    # --- drafting --------------------------------------------------------------------------
+
+    @property
+    def noise_width(self) -> int:
+        """Standard normal draws per row: ``H`` for one jump, ``V`` for more."""
+        return (
+            self.config.target_hidden_size if len(self._jumps) == 1 else self.config.vocab_size
+        )
+
+    def draft_logits(
+        self,
+        noise: torch.Tensor,
+        positions: torch.Tensor,
+        context: DraftContext,
+        num_candidates: int = 1,
+    ) -> torch.Tensor:
+        """Logits over the draft vocabulary of every slot.
+
+        Args:
+            noise: ``(B·N·K, noise_width)`` standard normal draws.
+            positions: ``(B·N·K,)`` positions of the slots.
+            context: the paged context, anchors written.
+            num_candidates: ``N``.
+
+        Returns:
+            ``(B·N·K, Vd)`` in the draft's dtype: given the noise, the slots are independent draws
+            from their softmax.
+        """
+        rope = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        if len(self._jumps) == 1:
+            embedded = F.linear(noise.to(self.dtype), self._noise_factor)
+            hidden = self._dit(
+                self._mix(self._uniform, embedded, self._jumps[0]),
+                self._jumps[0],
+                rope,
+                context,
+                num_candidates,
+            )
+            return F.linear(hidden, self._folded_head, self._folded_bias)
+        state = noise.float()
+        for jump in self._jumps:
+            logits = self._jump_logits(state, jump, rope, context, num_candidates)
+            if jump.end < 1.0:
+                landed = self._full_vocabulary(logits.float().softmax(dim=-1))
+                state = ((1.0 - jump.end) * state + (jump.end - jump.start) * landed) / (
+                    1.0 - jump.start
+                )
+        return logits
+
+    def _jump_logits(self, state, jump, rope, context, num_candidates) -> torch.Tensor:
+        """One jump from the vocabulary-wide ``state (rows, V)``."""
+        dtype = self.embedding.dtype
+        embedded = (state.to(dtype) @ self.embedding).to(self.dtype)
+        if jump.start == 0.0:
+            posterior = self._uniform
+        else:
+            scale = jump.start / max(1.0 - jump.start, _MIN_REMAINING_TIME) ** 2
+            clean = (state * scale).softmax(dim=-1).to(dtype) @ self.embedding
+            posterior = rms_norm(
+                clean.to(self.dtype), self.state_norm.weight, self.config.rms_norm_eps
+            )
+        hidden = self._dit(self._mix(posterior, embedded, jump), jump, rope, context, num_candidates)
+        return F.linear(hidden, self._folded_head, self._folded_bias)
+
+    def _full_vocabulary(self, probs: torch.Tensor) -> torch.Tensor:
+        """Scatter ``(rows, Vd)`` onto the whole vocabulary, 0 outside the draft vocabulary."""
+        if self.draft_ids is None:
+            return probs
+        full = probs.new_zeros(probs.shape[0], self.config.vocab_size)
+        return full.index_copy_(1, self.draft_ids, probs)
+
+    def _mix(self, posterior, embedded, jump: JumpConstants) -> torch.Tensor:
+        normed = rms_norm(embedded, self.noise_norm.weight, self.config.rms_norm_eps)
+        mixed = posterior + jump.noise_gate * normed
+        return F.linear(mixed, self.x_embed.weight, self.x_embed.bias)
+
+    def _dit(self, x, jump: JumpConstants, rope, context, num_candidates) -> torch.Tensor:
+        """The DiT on embedded rows ``x (B·N·K, d)``, up to and with the final AdaLN."""
+        config = self.config
+        heads, dim, eps = config.num_attention_heads, config.head_dim, config.layer_norm_eps
+        slots = config.block_size
+        requests = x.shape[0] // (num_candidates * slots)
+        branch = gate = None
+        for i, (layer, (self_mod, cross_mod, mlp_mod)) in enumerate(zip(self.layers, jump.layers)):
+            x, h = adaln(x, branch, gate, self_mod.scale1, self_mod.shift, eps)
+            attended = block_self_attention(
+                F.linear(h, self._self_qkv_weights[i]).view(requests * num_candidates, slots, -1),
+                layer.self_attn.q_norm.weight,
+                layer.self_attn.k_norm.weight,
+                rope,
+                config.qk_norm_eps,
+                heads,
+            )
+            branch = F.linear(attended.reshape(-1, heads * dim), layer.self_attn.o_proj.weight)
+
+            x, h = adaln(x, branch, self_mod.gate, cross_mod.scale1, cross_mod.shift, eps)
+            query = rms_norm_rope(
+                F.linear(h, layer.cross_attn.q_proj.weight).view(-1, heads, dim),
+                layer.cross_attn.q_norm.weight,
+                rope,
+                config.qk_norm_eps,
+            )
+            attended = self.attention(
+                query.view(requests, num_candidates * slots, heads, dim),
+                context.key_buffers[i],
+                context.value_buffers[i],
+                context,
+            )
+            branch = F.linear(attended.reshape(-1, heads * dim), layer.cross_attn.o_proj.weight)
+
+            x, h = adaln(x, branch, cross_mod.gate, mlp_mod.scale1, mlp_mod.shift, eps)
+            branch, gate = layer.mlp(h), mlp_mod.gate
+        _, h = adaln(x, branch, gate, jump.final.scale1, jump.final.shift, eps)
+        return h
+
+
+def pool_buffers(pool, num_layers: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Per-layer key and value buffers ``(slots, kv heads, D)`` of a draft KV pool."""
+    layers = range(num_layers)
+    return (
+        [pool.get_key_buffer(i) for i in layers],
+        [pool.get_value_buffer(i) for i in layers],
+    )
+
+
+EntryClass = [FlashMapDraftModel]

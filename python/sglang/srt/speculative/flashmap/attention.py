@@ -1,0 +1,85 @@
+"""Cross-attention of the draft over its paged context.
+
+Hopper runs FlashAttention 3 with the ``req_to_token`` rows as page tables of page size 1; every
+other CUDA GPU runs our Triton kernel, a CPU its torch reference. The choice is made once, from the
+device and the head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sglang.kernels.ops.speculative.flashmap.cross_attention import paged_cross_attention
+
+_FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+class _Context(Protocol):
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    lens: torch.Tensor
+
+
+class ContextAttention:
+    """``(query (B, Q, H, D), one layer's buffers, context) -> (B, Q, H, D)``, never causal."""
+
+    name = "triton"
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_buffer: torch.Tensor,
+        value_buffer: torch.Tensor,
+        context: _Context,
+    ) -> torch.Tensor:
+        return paged_cross_attention(
+            query,
+            key_buffer,
+            value_buffer,
+            context.req_to_token,
+            context.req_pool_indices,
+            context.lens,
+        )
+
+
+class FlashAttention3(ContextAttention):
+    """The same through FlashAttention 3 (sm_90, 16-bit pools)."""
+
+    name = "fa3"
+
+    def __init__(self) -> None:
+        from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache
+
+        self._attend = flash_attn_with_kvcache
+        self._tables: tuple[_Context, torch.Tensor] | None = None
+
+    def __call__(self, query, key_buffer, value_buffer, context) -> torch.Tensor:
+        # One gather of the page table serves all layers and jumps of a draft.
+        if self._tables is None or self._tables[0] is not context:
+            self._tables = (context, context.req_to_token[context.req_pool_indices.long()])
+        return self._attend(
+            q=query,
+            k_cache=key_buffer.unsqueeze(1),
+            v_cache=value_buffer.unsqueeze(1),
+            page_table=self._tables[1],
+            cache_seqlens=context.lens,
+            causal=False,
+        )
+
+
+def select_context_attention(
+    device: torch.device | str, *, head_dim: int, pool_dtype: torch.dtype
+) -> ContextAttention:
+    """The implementation for this device, head dimension and pool dtype."""
+    device = torch.device(device)
+    if (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and head_dim in _FA3_HEAD_DIMS
+        and pool_dtype in (torch.bfloat16, torch.float16)
+    ):
+        return FlashAttention3()
+    return ContextAttention()

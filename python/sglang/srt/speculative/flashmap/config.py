@@ -1,0 +1,61 @@
+"""``FlashMapServeConfig``: every setting of a serving process's FLASHMAP, resolved once.
+
+Read from the server arguments by ``FlashMapServeConfig.from_spec`` after ``arg_groups/
+flashmap_hook.py`` has validated them; nothing here reads the environment. Symbols: ``K`` block
+size, ``γ`` drafts verified (``γ ≤ K``), ``W = γ + 1`` verify width (``--speculative-num-draft-tokens``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.configs.flashmap import FlashMapConfig
+
+
+@dataclass(frozen=True)
+class FlashMapServeConfig:
+    """Frozen settings of the draft and verify steps."""
+
+    block_size: int
+    """Drafts per block, ``K``."""
+    verify_width: int
+    """Rows per request in a verify forward, ``W``: the anchor and ``γ`` drafts."""
+    grid: tuple[float, ...]
+    """Jump times ``(0, …, 1)``."""
+    draft_vocab_size: int
+    """Tokens drafts are restricted to; 0: the whole vocabulary."""
+    block_verification: bool
+    """Block-wise instead of token-wise rejection for sampled requests."""
+
+    def __post_init__(self) -> None:
+        assert 2 <= self.verify_width <= self.block_size + 1, self
+        assert self.grid[0] == 0.0 and self.grid[-1] == 1.0, self
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts verified per request and step, ``γ``."""
+        return self.verify_width - 1
+
+    @property
+    def jumps(self) -> list[tuple[float, float]]:
+        """The jumps ``(s, t)`` of a draft, in order."""
+        return list(zip(self.grid[:-1], self.grid[1:]))
+
+    @classmethod
+    def from_spec(cls, spec, config: FlashMapConfig) -> "FlashMapServeConfig":
+        """From the resolved ``get_spec()`` leaves and the draft's config."""
+        return cls(
+            block_size=config.block_size,
+            verify_width=int(spec.speculative_num_draft_tokens),
+            grid=tuple(config.grid(spec.speculative_flashmap_num_steps)),
+            draft_vocab_size=resolve_draft_vocab_size(
+                spec.speculative_flashmap_draft_vocab_size, config
+            ),
+            block_verification=bool(spec.speculative_use_block_verification),
+        )
+
+
+def resolve_draft_vocab_size(asked: int | None, config: FlashMapConfig) -> int:
+    """The draft vocabulary's size, 0 for the whole vocabulary."""
+    size = config.draft_vocab_size if asked is None else asked
+    return 0 if size >= config.vocab_size else size

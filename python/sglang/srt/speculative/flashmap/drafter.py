@@ -1,0 +1,168 @@
+"""``Drafter``: one block of drafts per request, in a CUDA graph where there is one.
+
+A draft reads five small per-request tensors (``DraftInputs``), the draft KV pool and the seeds of
+the requests, and writes ``tokens (B, K)`` and the draft logits. Everything else is weights. So a
+graph per batch size needs no metadata from an attention backend and no host work but filling the
+inputs; padding rows are inactive: they write no context and attend to none.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Sequence
+
+import torch
+
+from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
+from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
+from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.noise import (
+    SeedTable,
+    Stream,
+    row_offsets,
+    stream_seeds,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """One entry per request, all ``(B,)``."""
+
+    anchors: torch.Tensor
+    """Last verified token, int64."""
+    seq_lens: torch.Tensor
+    """Committed positions before the anchor (= the anchor's position), int64."""
+    rows: torch.Tensor
+    """``req_to_token`` row, int64."""
+    temperatures: torch.Tensor
+    """Sampling temperature, float32; 0 drafts the argmax."""
+    active: torch.Tensor
+    """1, or 0 for graph padding, int32."""
+
+    def __iter__(self):
+        return iter((self.anchors, self.seq_lens, self.rows, self.temperatures, self.active))
+
+    @classmethod
+    def allocate(cls, size: int, device: torch.device | str) -> "DraftInputs":
+        def zeros(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        return cls(
+            zeros(torch.int64),
+            zeros(torch.int64),
+            zeros(torch.int64),
+            zeros(torch.float32),
+            zeros(torch.int32),
+        )
+
+    def head(self, size: int) -> "DraftInputs":
+        """Views of the first ``size`` requests."""
+        return DraftInputs(*(t[:size] for t in self))
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """Drafts of ``B`` requests; valid until the next draft."""
+
+    tokens: torch.Tensor
+    """Token ids ``(B, K)`` int64."""
+    logits: torch.Tensor
+    """``(B, K, Vd)`` in the draft's dtype."""
+    from_graph: bool
+
+
+class Drafter:
+    """Drafts with ``model`` over the pools of a serving process."""
+
+    def __init__(
+        self,
+        *,
+        model: FlashMapDraftModel,
+        serve: FlashMapServeConfig,
+        seed_table: SeedTable,
+        req_to_token: torch.Tensor,
+        pool,
+    ) -> None:
+        self.model = model
+        self.serve = serve
+        self.seed_table = seed_table
+        self.req_to_token = req_to_token
+        self._buffers = pool_buffers(pool, model.config.num_hidden_layers)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DraftBlock]] = {}
+        self._inputs: DraftInputs | None = None
+
+    @torch.inference_mode()
+    def draft(self, inputs: DraftInputs) -> DraftBlock:
+        """Draft one block per request."""
+        size = inputs.anchors.shape[0]
+        captured = next((n for n in self._graphs if n >= size), None)
+        if captured is None:
+            return self._draft(inputs)
+        static = self._inputs.head(captured)
+        for buffer, value in zip(static, inputs):
+            buffer[:size].copy_(value)
+        if captured > size:
+            static.active[size:].zero_()
+        graph, block = self._graphs[captured]
+        graph.replay()
+        return DraftBlock(block.tokens[:size], block.logits[:size], from_graph=True)
+
+    def _draft(self, inputs: DraftInputs) -> DraftBlock:
+        model, slots = self.model, self.serve.block_size
+        rows = inputs.rows
+        context = DraftContext(
+            key_buffers=self._buffers[0],
+            value_buffers=self._buffers[1],
+            req_to_token=self.req_to_token,
+            req_pool_indices=rows,
+            lens=((inputs.seq_lens + 1) * inputs.active).to(torch.int32),
+        )
+        model.write_anchor(
+            inputs.anchors,
+            positions=inputs.seq_lens,
+            slots=self.req_to_token[rows, inputs.seq_lens].to(torch.int64),
+            active=inputs.active,
+            context=context,
+        )
+        steps = torch.arange(1, slots + 1, device=rows.device, dtype=torch.int64)
+        seeds = self.seed_table.seeds[rows].repeat_interleave(slots)
+        offsets = row_offsets(inputs.seq_lens, slots)
+        noise = gaussian_noise(seeds, offsets, model.noise_width, Stream.DRAFT_NOISE.value)
+        logits = model.draft_logits(
+            noise, (inputs.seq_lens[:, None] + steps).reshape(-1), context
+        )
+        tokens = sample_draft(
+            logits,
+            model.draft_ids,
+            inputs.temperatures.repeat_interleave(slots),
+            stream_seeds(seeds, Stream.DRAFT_TOKEN),
+            offsets,
+        )
+        size = rows.shape[0]
+        return DraftBlock(
+            tokens.view(size, slots), logits.view(size, slots, -1), from_graph=False
+        )
+
+    # --- CUDA graphs -----------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int], device: torch.device | str) -> None:
+        """Capture one graph per batch size, largest first so that smaller ones reuse its memory."""
+        self._inputs = DraftInputs.allocate(max(sizes), device)
+        pool = torch.cuda.graph_pool_handle()
+        graphs = {}
+        for size in sorted(set(sizes), reverse=True):
+            inputs = self._inputs.head(size)
+            for _ in range(2):  # compiles the kernels and sizes cuBLAS workspaces
+                self._draft(inputs)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                block = self._draft(inputs)
+            graphs[size] = (graph, block)
+        # Ascending, so that the first size that fits is the smallest.
+        self._graphs = dict(sorted(graphs.items()))

@@ -1,0 +1,42 @@
+"""Which requests FLASHMAP serves: what it cannot honour is answered with HTTP 400, never ignored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+def validate_flashmap_request(req: "Req") -> Optional[str]:
+    """One sentence naming what this request asks that FLASHMAP cannot honour, or None.
+
+    Drafts are verified a block at a time, so whatever depends on the tokens of the same block
+    (penalties counted token by token, stateful logit processors) would differ from decoding
+    without speculation.
+    """
+    params = req.sampling_params
+    offending = []
+    if params.frequency_penalty != 0.0:
+        offending.append("frequency_penalty")
+    if params.presence_penalty != 0.0:
+        offending.append("presence_penalty")
+    if params.repetition_penalty != 1.0:
+        offending.append("repetition_penalty")
+    if params.min_new_tokens > 0:
+        offending.append("min_new_tokens")
+    if req.custom_logit_processor:
+        offending.append("custom_logit_processor")
+    if req.return_hidden_states_mode.need_capture():
+        offending.append("return_hidden_states")
+    if req.return_sampling_mask:
+        offending.append("return_sampling_mask")
+    if req.lora_id is not None:
+        offending.append("a LoRA adapter")
+    if not offending:
+        return None
+    return (
+        f"FLASHMAP speculative decoding does not support {', '.join(offending)}; leave "
+        f"{'it' if len(offending) == 1 else 'them'} out or use a server without "
+        "--speculative-algorithm."
+    )

@@ -1,0 +1,65 @@
+"""The distribution a request samples from: temperature, then top-k, top-p and min-p jointly.
+
+Joint means that every filter looks at the unfiltered distribution, as the normal sampler does:
+top-k keeps the ``k`` most probable tokens, top-p the smallest set of most probable tokens whose
+mass before each is at most ``p``, min-p the tokens of at least ``min_p`` times the largest
+probability; what all keep is renormalised. (Upstream's verification applies top-k, renormalises,
+then top-p, and no min-p: another distribution when both are set.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def filter_mask(
+    probs: torch.Tensor,
+    *,
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+    min_ps: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Tokens that survive the filters: bool like ``probs (R, V)``; filters are ``(R,)`` or None.
+
+    Ties at the top-k or top-p edge are broken by the sort order, as in the normal sampler.
+    """
+    keep = None
+    if top_ks is not None or top_ps is not None:
+        ranked, order = probs.sort(dim=-1, descending=True)
+        kept = torch.ones_like(ranked, dtype=torch.bool)
+        if top_ks is not None:
+            ranks = torch.arange(probs.shape[-1], device=probs.device)
+            kept &= ranks < top_ks[:, None]
+        if top_ps is not None:
+            kept &= (ranked.cumsum(dim=-1) - ranked) <= top_ps[:, None]
+        keep = torch.zeros_like(kept).scatter_(1, order, kept)
+    if min_ps is not None:
+        above = probs >= probs.amax(dim=-1, keepdim=True) * min_ps[:, None]
+        keep = above if keep is None else keep & above
+    return keep
+
+
+def target_probs(logits: torch.Tensor, sampling_info, width: int) -> torch.Tensor:
+    """Float32 distributions ``(B, width, V)`` that the requests of a batch sample from.
+
+    Args:
+        logits: ``(B · width, V)``, adjusted (bias, grammar) and not divided by temperature.
+        sampling_info: the batch's ``SamplingBatchInfo``.
+        width: rows per request.
+    """
+
+    def per_row(values: torch.Tensor) -> torch.Tensor:
+        return values.view(-1).repeat_interleave(width)
+
+    temperatures = per_row(sampling_info.temperatures).clamp_min(1e-5)
+    probs = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
+    keep = filter_mask(
+        probs,
+        top_ks=per_row(sampling_info.top_ks) if sampling_info.need_top_k_sampling else None,
+        top_ps=per_row(sampling_info.top_ps) if sampling_info.need_top_p_sampling else None,
+        min_ps=per_row(sampling_info.min_ps) if sampling_info.need_min_p_sampling else None,
+    )
+    if keep is not None:
+        probs = probs.masked_fill(~keep, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs.view(-1, width, probs.shape[-1])

@@ -1,0 +1,182 @@
+"""Accept rules: which drafts of a chain the target keeps, and the token it adds.
+
+Every rule is lossless. ``x_1 … x_γ`` are the drafts, ``p_i`` the target's distribution after the
+anchor and ``x_1 … x_{i-1}``, ``q_i`` the draft's distribution of slot ``i`` given its noise (an
+exact proposal: given the noise the slots are independent draws from ``q_i``).
+
+* Greedy rows: keep drafts while they equal the target's argmax; add the argmax after them.
+* Token-wise rejection (Leviathan et al. 2023, Chen et al. 2023): keep ``x_i`` while
+  ``u_i q_i(x_i) < p_i(x_i)``, ``u_i`` uniform; at the first failure sample from
+  ``max(p_i - q_i, 0)``, after all ``γ`` from ``p_{γ+1}``.
+* Block verification (Sun et al. 2024, arXiv:2403.10444): with ``r_0 = 1``,
+  ``r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i))`` and ``m_i = Σ_x max(r_i p_{i+1}(x) - q_{i+1}(x), 0)``,
+  keep the longest prefix ``i`` with ``u_i < h_i = m_i / (m_i + 1 - r_i)`` (``h_γ = r_γ``); sample
+  from ``max(r_i p_{i+1} - q_{i+1}, 0)``, after all from ``p_{γ+1}``. Never accepts fewer tokens.
+
+``q`` lives on the draft vocabulary. Only the one row per request that is resampled is widened to
+the whole vocabulary; a greedy batch computes no distribution at all. No step waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang.kernels.ops.speculative.flashmap.noise import uniform_noise
+from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
+from sglang.srt.speculative.flashmap.noise import ROWS_PER_ANCHOR, Stream, stream_seeds
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The draft's side of sampled verification."""
+
+    probs: torch.Tensor
+    """``q (B, γ, Vd)`` float32, at the requests' temperatures."""
+    token_probs: torch.Tensor
+    """``q_i(x_i) (B, γ)``."""
+    ids: torch.Tensor | None
+    """Token ids ``(Vd,)`` of the columns; None: the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Outcome of one verify step of ``B`` requests."""
+
+    num_correct: torch.Tensor
+    """Kept drafts ``(B,)`` int64, 0 … γ."""
+    bonus: torch.Tensor
+    """The target's own token after them ``(B,)`` int64; the next anchor."""
+
+    def out_tokens(self, drafts: torch.Tensor) -> torch.Tensor:
+        """Committed tokens ``(B, γ + 1)``: kept drafts, then the bonus (repeated as padding)."""
+        columns = torch.arange(drafts.shape[1] + 1, device=drafts.device)
+        padded = torch.cat([drafts, self.bonus[:, None]], dim=1)
+        return torch.where(columns < self.num_correct[:, None], padded, self.bonus[:, None])
+
+
+def accept_greedy(drafts: torch.Tensor, target_tokens: torch.Tensor) -> Accepted:
+    """Greedy rule for ``drafts (B, γ)`` and the target's argmax ``target_tokens (B, γ + 1)``."""
+    matches = drafts == target_tokens[:, :-1]
+    num_correct = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
+    return Accepted(num_correct, target_tokens.gather(1, num_correct[:, None])[:, 0])
+
+
+def propose(
+    draft_logits: torch.Tensor,
+    drafts: torch.Tensor,
+    *,
+    temperatures: torch.Tensor,
+    ids: torch.Tensor | None,
+    column_of: torch.Tensor | None,
+) -> Proposal:
+    """The proposal of drafts sampled at ``temperatures``.
+
+    Args:
+        draft_logits: ``(B, γ, Vd)``.
+        drafts: token ids ``(B, γ)``.
+        temperatures: ``(B,)`` > 0 (any value for greedy rows, whose proposal is not used).
+        ids, column_of: the draft vocabulary ``(Vd,)`` and its inverse ``(V,)``, or None.
+    """
+    probs = torch.softmax(draft_logits.float() / temperatures.view(-1, 1, 1), dim=-1)
+    columns = drafts if column_of is None else column_of[drafts].to(torch.int64)
+    return Proposal(probs, probs.gather(2, columns[..., None])[..., 0], ids)
+
+
+def accept_rejection(
+    drafts: torch.Tensor,
+    target: torch.Tensor,
+    proposal: Proposal,
+    *,
+    seeds: torch.Tensor,
+    anchors: torch.Tensor,
+    block_verification: bool,
+) -> Accepted:
+    """Token-wise or block-wise rejection.
+
+    Args:
+        drafts: ``(B, γ)``; target: ``p (B, γ + 1, V)`` float32; proposal: ``q``.
+        seeds: request seeds ``(B,)``; anchors: anchor positions ``(B,)``, both int64.
+        block_verification: block-wise instead of token-wise.
+    """
+    num_drafts = drafts.shape[1]
+    offsets = anchors * ROWS_PER_ANCHOR
+    coins = uniform_noise(seeds, offsets, num_drafts, Stream.ACCEPT_COIN.value)
+    p = target[:, :-1].gather(2, drafts[..., None])[..., 0]
+    q = proposal.token_probs
+    if block_verification:
+        num_correct, scale = _longest_block(coins, p, q, target, proposal)
+    else:
+        num_correct = (coins * q < p).to(torch.int64).cumprod(dim=1).sum(dim=1)
+        scale = torch.ones_like(p[:, 0])
+    weights = _residual(target, proposal, num_correct, scale)
+    bonus = sample_draft(
+        weights.log(),
+        None,
+        torch.ones_like(scale),
+        stream_seeds(seeds, Stream.TARGET_TOKEN),
+        offsets,
+    )
+    return Accepted(num_correct, bonus)
+
+
+def _row(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Row ``index[b]`` of ``values[b]``: ``(B, n, V) -> (B, V)``."""
+    return values[torch.arange(values.shape[0], device=values.device), index]
+
+
+def _residual(
+    target: torch.Tensor, proposal: Proposal, num_correct: torch.Tensor, scale: torch.Tensor
+) -> torch.Tensor:
+    """Unnormalised distribution ``(B, V)`` of the token after ``num_correct`` kept drafts."""
+    num_drafts = proposal.probs.shape[1]
+    p = _row(target, num_correct)
+    q = _row(proposal.probs, num_correct.clamp_max(num_drafts - 1))
+    if proposal.ids is not None:
+        q = torch.zeros_like(p).index_copy_(1, proposal.ids, q)
+    residual = (scale[:, None] * p - q).clamp_min(0)
+    # All kept: there is no rejected slot. Empty residual: p and q agree up to rounding.
+    whole = (num_correct == num_drafts) | (residual.sum(dim=1) <= 0)
+    return torch.where(whole[:, None], p, residual)
+
+
+def _longest_block(
+    coins: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor,
+    target: torch.Tensor,
+    proposal: Proposal,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block verification: kept drafts ``(B,)`` and the residual's factor ``r (B,)``."""
+    num_drafts = p.shape[1]
+    ratio = torch.ones_like(p[:, 0])
+    ratios = []
+    for i in range(num_drafts):  # r_i, sequential by definition
+        ratio = (ratio * p[:, i] / q[:, i]).clamp_max(1.0)
+        ratios.append(ratio)
+    r = torch.stack(ratios, dim=1)
+    accept = r.clone()
+    for i in range(num_drafts - 1):  # slot by slot: bounds the (B, Vd) scratch
+        next_p = target[:, i + 1]
+        outside = 0.0
+        if proposal.ids is not None:
+            inside = next_p[:, proposal.ids]
+            outside = (next_p.sum(dim=1) - inside.sum(dim=1)).clamp_min(0) * r[:, i]
+            next_p = inside
+        excess = (r[:, i, None] * next_p - proposal.probs[:, i + 1]).clamp_min(0).sum(dim=1)
+        mass = excess + outside
+        # r = 1 needs no coin; it also makes the quotient 0/0 where p and q agree.
+        accept[:, i] = torch.where(r[:, i] < 1, mass / (mass + 1 - r[:, i]), r[:, i])
+    index = torch.arange(1, num_drafts + 1, device=p.device)
+    num_correct = ((coins < accept) * index).amax(dim=1)
+    padded = torch.cat([torch.ones_like(r[:, :1]), r], dim=1)
+    return num_correct, padded.gather(1, num_correct[:, None])[:, 0]
+
+
+def merge_accepted(greedy: Accepted, sampled: Accepted, greedy_rows: torch.Tensor) -> Accepted:
+    """Per-row choice between two outcomes; ``greedy_rows (B,)`` bool."""
+    return Accepted(
+        torch.where(greedy_rows, greedy.num_correct, sampled.num_correct),
+        torch.where(greedy_rows, greedy.bonus, sampled.bonus),
+    )

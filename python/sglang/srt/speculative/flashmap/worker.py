@@ -1,0 +1,408 @@
+"""``FlashMapWorker``: the outline of a FLASHMAP step.
+
+Prefill: the target's forward captures the hidden states of the draft's target layers, which are
+written into the draft KV pool at the same slots as the target's KV. Decode: draft a block, verify
+its first ``γ`` tokens with the target in one forward of ``W = γ + 1`` rows per request, accept, write
+the accepted rows' hidden states as draft context. The state carried between steps is the bonus
+token and the committed length (``DFlashDraftInputV2``), so the scheduler's overlap mode, radix
+cache, chunked prefill and retraction work as for upstream's block drafters, whose hidden-state
+capture and placement are reused.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Callable, Optional
+
+import torch
+
+from sglang.srt.environ import envs
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_exec, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.draft_parallel import (
+    model_draft_parallel_spec,
+    resolve_draft_parallel_layout,
+)
+from sglang.srt.speculative.draft_worker_common import (
+    build_block_pos_offsets,
+    build_draft_tp_worker,
+    make_draft_input_v2,
+)
+from sglang.srt.speculative.dspark_components.dspark_kv_inject import TargetHiddenKvInjector
+from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
+from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyExecutor
+from sglang.srt.speculative.flashmap.attention import select_context_attention
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
+from sglang.srt.speculative.flashmap.noise import SeedTable
+from sglang.srt.speculative.flashmap.target_probs import target_probs
+from sglang.srt.speculative.flashmap.verify import (
+    Accepted,
+    accept_greedy,
+    accept_rejection,
+    merge_accepted,
+    propose,
+)
+from sglang.srt.speculative.spec_utils import (
+    SIMULATE_ACC_METHOD,
+    GrammarTree,
+    build_grammar_vocab_mask,
+    draft_pp_context,
+    draft_tp_context,
+    sample_simulated_acc_len,
+)
+from sglang.srt.utils import get_available_gpu_memory
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Not looked up: the draft computes its attention without a registered backend.
+_UNUSED_ATTENTION_BACKEND = "torch_native"
+
+
+class FlashMapWorker(BaseSpecWorker):
+    """Runs prefill and decode batches of a server with ``--speculative-algorithm FLASHMAP``."""
+
+    def __init__(
+        self,
+        server_args: "ServerArgs",
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: TpModelWorker,
+    ) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self.model_runner: "ModelRunner" = target_worker.model_runner
+        self.device = target_worker.device
+        self.gpu_id = gpu_id
+        self.draft_parallel_layout = resolve_draft_parallel_layout(
+            model_draft_parallel_spec(
+                self.model_runner.spec_aux_config.draft_model_config,
+                spec_algorithm=self.model_runner.spec_algorithm,
+            )
+        )
+        with draft_pp_context(), draft_tp_context(self.draft_parallel_layout):
+            bundle = build_draft_tp_worker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_model_config=self.model_runner.model_config,
+                algo_label="FLASHMAP",
+                attention_backend_override=_UNUSED_ATTENTION_BACKEND,
+                random_seed=target_worker.random_seed,
+            )
+        self._draft_worker = bundle.draft_worker
+        self.draft_model_runner = bundle.draft_model_runner
+        self.draft_model = bundle.draft_model
+        self.serve = FlashMapServeConfig.from_spec(get_spec(), self.draft_model.config)
+        self.speculative_num_draft_tokens = self.serve.verify_width
+        self._simulated_length = float(envs.SGLANG_SIMULATE_ACC_LEN.get())
+        self._position_offsets = build_block_pos_offsets(
+            length=self.serve.verify_width, device=self.device
+        )
+        self._attach_target()
+
+    def _attach_target(self) -> None:
+        target = self.model_runner.model
+        owner = target if hasattr(target, "get_input_embeddings") else target.model
+        embedding = unwrap_lora_layer(owner.get_input_embeddings())
+        head = unwrap_lora_layer(getattr(target, "lm_head", None))
+        if head is None or not hasattr(head, "weight"):
+            head = embedding  # tied embeddings
+        text_config = self.model_runner.model_config.hf_text_config
+        width_multiplier = getattr(text_config, "logits_mup_width_multiplier", None)
+        pool_dtype = self.draft_model_runner.kv_cache_dtype
+        attention = select_context_attention(
+            self.device, head_dim=self.draft_model.config.head_dim, pool_dtype=pool_dtype
+        )
+        self.draft_model.attach_target(
+            embedding=embedding.weight.detach(),
+            lm_head=head.weight.detach(),
+            lm_head_bias=getattr(head, "bias", None),
+            logit_scale=1.0 / width_multiplier if width_multiplier else 1.0,
+            serve=self.serve,
+            attention=attention,
+        )
+        # The target's own weights are part of what is kept folded.
+        target._derived_weight_cache_error = self.draft_model._derived_weight_cache_error
+        logger.info(
+            "FLASHMAP: K=%d drafts a block, %d verified, jumps %s, draft vocabulary %s, "
+            "context attention %s, %.1f MB of precomputed weights.",
+            self.serve.block_size,
+            self.serve.num_drafts,
+            list(self.serve.grid),
+            self.serve.draft_vocab_size or "full",
+            attention.name,
+            self.draft_model.derived_bytes() / 1e6,
+        )
+
+    # --- protocol of the scheduler -----------------------------------------------------------
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        return (self.model_runner.attn_backend,)
+
+    def __getattr__(self, name: str):
+        if name == "_target_worker":
+            raise AttributeError(name)
+        return getattr(self.target_worker, name)
+
+    def weight_update_runners(self) -> list[tuple[str, "ModelRunner"]]:
+        return [("draft", self.draft_model_runner)]
+
+    def alloc_memory_pool(
+        self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
+    ) -> None:
+        self._draft_worker.alloc_memory_pool(
+            memory_pool_config=memory_pool_config,
+            req_to_token_pool=req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        )
+        self._req_to_token = self.model_runner.req_to_token_pool.req_to_token
+        self._seed_table = SeedTable(
+            self._req_to_token.shape[0], self.device, self.target_worker.random_seed
+        )
+        self._drafter = Drafter(
+            model=self.draft_model,
+            serve=self.serve,
+            seed_table=self._seed_table,
+            req_to_token=self._req_to_token,
+            pool=self.draft_model_runner.token_to_kv_pool,
+        )
+        self._kv_injector = TargetHiddenKvInjector(
+            draft_model=self.draft_model,
+            draft_model_runner=self.draft_model_runner,
+            model_runner=self.model_runner,
+            device=self.device,
+            verify_num_draft_tokens=self.serve.verify_width,
+            block_pos_offsets=self._position_offsets,
+        )
+        self._verifier = TargetVerifyExecutor(
+            target_worker=self.target_worker,
+            gamma=self.serve.num_drafts,
+            verify_num_draft_tokens=self.serve.verify_width,
+            model_runner=self.model_runner,
+            kv_injector=self._kv_injector,
+            tp_sync=None,
+        )
+
+    def init_attention_backends(self) -> None:
+        """Nothing to do: a draft needs no attention backend of the server's."""
+
+    def init_cuda_graphs(self) -> None:
+        config = get_exec().graph.cuda_graph_config.decode
+        if torch.device(self.device).type != "cuda" or config.backend == Backend.DISABLED:
+            return
+        before = get_available_gpu_memory(self.device, self.gpu_id)
+        self._drafter.capture(config.bs, self.device)
+        used = before - get_available_gpu_memory(self.device, self.gpu_id)
+        self._additional_graph_memory_usage["flashmap_draft"] = used
+        logger.info("FLASHMAP: captured draft graphs for batch sizes %s, %.2f GB.", config.bs, used)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: "ScheduleBatch",
+        on_publish: Optional[Callable] = None,
+        grammar_barrier: Optional[Callable] = None,
+        **kwargs,
+    ) -> GenerationBatchResult:
+        if batch.forward_mode.is_idle():
+            return self._idle_result(on_publish)
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, on_publish)
+        return self._decode(batch, on_publish, grammar_barrier)
+
+    def _idle_result(self, on_publish: Optional[Callable]) -> GenerationBatchResult:
+        draft_input = DFlashDraftInputV2.create_idle_input(device=self.device)
+        if on_publish is not None:
+            on_publish(draft_input.new_seq_lens)
+        return GenerationBatchResult(
+            next_token_ids=torch.empty((0,), dtype=torch.int64, device=self.device),
+            accept_lens=torch.empty((0,), dtype=torch.int32, device=self.device),
+            next_draft_input=draft_input,
+            speculative_num_draft_tokens=self.serve.verify_width,
+            new_seq_lens=draft_input.new_seq_lens,
+        )
+
+    def _prefill(
+        self, batch: "ScheduleBatch", on_publish: Optional[Callable]
+    ) -> GenerationBatchResult:
+        self._seed_table.place(batch.reqs, batch.req_pool_indices)
+        # Reads tables that the scheduler may rewrite once the target's forward has read them.
+        placement = self._kv_injector.place_prefill(batch)
+        result = self.target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL
+        )
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        output = result.logits_output
+        # Before returning: the radix cache may move or free the slots afterwards.
+        self._kv_injector.inject_prefill(
+            placement,
+            target_hidden=output.hidden_states,
+            token_indices=output.hidden_states_token_indices,
+            target_hidden_is_projected=False,
+        )
+        output.hidden_states = None
+        output.hidden_states_token_indices = None
+        result.next_draft_input = make_draft_input_v2(
+            bonus_tokens=result.next_token_ids, new_seq_lens=result.new_seq_lens
+        )
+        return result
+
+    def _decode(
+        self,
+        batch: "ScheduleBatch",
+        on_publish: Optional[Callable],
+        grammar_barrier: Optional[Callable],
+    ) -> GenerationBatchResult:
+        if batch.seq_lens.is_cuda:  # made on the scheduler's stream
+            batch.seq_lens.record_stream(torch.cuda.current_stream())
+        width = self.serve.verify_width
+        draft_input: DFlashDraftInputV2 = batch.spec_info
+        sampling_info = batch.sampling_info
+        prefix_lens = batch.seq_lens
+        bonus = draft_input.bonus_tokens.view(-1)
+        window = alloc_verify_window(
+            batch=batch,
+            bs=prefix_lens.shape[0],
+            device=self.device,
+            verify_num_draft_tokens=width,
+            block_pos_offsets=self._position_offsets,
+            model_runner=self.model_runner,
+            seq_lens_cpu=(
+                batch.seq_lens_cpu
+                if batch.seq_lens_cpu is not None
+                else draft_input.nxt_kv_lens_cpu
+            ),
+        )
+
+        block = self._drafter.draft(self._draft_inputs(batch, bonus))
+        drafts = block.tokens[:, : self.serve.num_drafts]
+        verify_ids = torch.cat([bonus[:, None], drafts], dim=1)
+        # The copy to the host must start before the target's forward.
+        grammar_tree = GrammarTree.from_linear_chain(verify_ids) if batch.has_grammar else None
+
+        verified = self._verifier.run_non_compact(
+            batch=batch,
+            draft_input=draft_input,
+            verify_ids_2d=verify_ids,
+            verify_window=window,
+            sampling_info=sampling_info,
+        )
+        output = verified.logits_output
+        if grammar_tree is not None:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar_tree,
+                sampling_info=sampling_info,
+                device=output.next_token_logits.device,
+                barrier=grammar_barrier,
+            )
+            if mask is not None:
+                mask.apply(output.next_token_logits)
+
+        accepted = self._accept(batch, block, drafts, output.next_token_logits)
+        out_tokens = accepted.out_tokens(drafts).reshape(-1)
+        commit_lens = (accepted.num_correct + 1).to(torch.int32)
+        new_seq_lens = prefix_lens + commit_lens
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, output, out_tokens, chain_stride=width)
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        # In this step: the next target forward overwrites the captured hidden states.
+        self._verifier.commit_hidden(
+            batch=batch,
+            layout=None,
+            hidden_strided=None,
+            verify_window=window,
+            logits_output=output,
+            commit_lens=commit_lens,
+            bs=prefix_lens.shape[0],
+            run_compact=False,
+        )
+        output.hidden_states = None
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=out_tokens,
+            accept_lens=commit_lens,
+            can_run_cuda_graph=verified.can_run_cuda_graph,
+            next_draft_input=make_draft_input_v2(
+                bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
+            ),
+            speculative_num_draft_tokens=width,
+            new_seq_lens=new_seq_lens,
+        )
+
+    def _draft_inputs(self, batch: "ScheduleBatch", bonus: torch.Tensor) -> DraftInputs:
+        size = bonus.shape[0]
+        info = batch.sampling_info
+        if info is None or info.is_all_greedy:
+            temperatures = torch.zeros(size, dtype=torch.float32, device=bonus.device)
+        else:
+            temperatures = torch.where(
+                info.top_ks.view(-1) <= 1, 0.0, info.temperatures.view(-1).float().clamp_min(1e-5)
+            )
+        return DraftInputs(
+            anchors=bonus,
+            seq_lens=batch.seq_lens.to(torch.int64),
+            rows=batch.req_pool_indices.to(torch.int64),
+            temperatures=temperatures,
+            active=torch.ones(size, dtype=torch.int32, device=bonus.device),
+        )
+
+    def _accept(
+        self,
+        batch: "ScheduleBatch",
+        block: DraftBlock,
+        drafts: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> Accepted:
+        width = self.serve.verify_width
+        target_tokens = logits.argmax(dim=-1).view(-1, width)
+        if self._simulated_length > 0:
+            return self._simulate(target_tokens)
+        greedy = accept_greedy(drafts, target_tokens)
+        info = batch.sampling_info
+        if info is None or info.is_all_greedy:
+            return greedy
+        temperatures = info.temperatures.view(-1).float().clamp_min(1e-5)
+        sampled = accept_rejection(
+            drafts,
+            target_probs(logits, info, width),
+            propose(
+                block.logits[:, : self.serve.num_drafts],
+                drafts,
+                temperatures=temperatures,
+                ids=self.draft_model.draft_ids,
+                column_of=self.draft_model.draft_columns,
+            ),
+            seeds=self._seed_table.seeds[batch.req_pool_indices.to(torch.int64)],
+            anchors=batch.seq_lens.to(torch.int64),
+            block_verification=self.serve.block_verification,
+        )
+        if not info.is_any_greedy:
+            return sampled
+        return merge_accepted(greedy, sampled, info.top_ks.view(-1) <= 1)
+
+    def _simulate(self, target_tokens: torch.Tensor) -> Accepted:
+        """SGLANG_SIMULATE_ACC_LEN: benchmarks set the accept length, whatever was drafted."""
+        length = sample_simulated_acc_len(
+            self._simulated_length, SIMULATE_ACC_METHOD, self.serve.verify_width
+        )
+        num_correct = torch.full_like(target_tokens[:, 0], length - 1)
+        return Accepted(num_correct, target_tokens[:, length - 1])
