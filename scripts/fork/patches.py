@@ -103,7 +103,7 @@ def commit_series(git: Git, base: str, patches: list[Patch]) -> str:
 
     Raises ForkError naming the first patch that does not apply exactly at the lines it names.
     """
-    head = base
+    head = git.text("rev-parse", base)
     with tempfile.TemporaryDirectory() as folder:
         staged = git.with_index(Path(folder) / "index")
         staged.text("read-tree", base)
