@@ -1,0 +1,192 @@
+"""Start a real server in a test: one subprocess, one port, nothing left behind.
+
+    with Server("--model-path", folder) as server:
+        text = server.generate("Hello", max_new_tokens=8)["text"]
+
+The server runs in its own process group. Leaving the block, a failing start and the death of the
+test process all end the whole group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ServerFailed(RuntimeError):
+    """The server exited or never became healthy; the message ends with its log."""
+
+
+class Server:
+    """`python -m sglang.launch_server ARGS` on a free port of 127.0.0.1.
+
+    `args` are passed as they are. `env` is added to the environment of this process (a value of
+    None removes the name). `start_timeout` is in seconds.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        env: dict[str, str | None] | None = None,
+        start_timeout: float = 300.0,
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1"]
+        self.command += ["--port", str(self.port), *map(str, args)]
+        self.env = server_environment(env or {})
+        self.start_timeout = start_timeout
+        self.process: subprocess.Popen | None = None
+        self._log = tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False)
+        self.log_path = Path(self._log.name)
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, exc_type: object, *_: object) -> None:
+        self.stop()
+        if exc_type is None:
+            self.log_path.unlink(missing_ok=True)
+
+    def start(self) -> None:
+        """Launch and return once `/health` answers 200; raises ServerFailed otherwise."""
+        libc = ctypes.CDLL(None)
+        self.process = subprocess.Popen(
+            self.command,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # The kernel stops the server when the test process dies, even by SIGKILL.
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        deadline = time.monotonic() + self.start_timeout
+        while not self._healthy():
+            if self.process.poll() is not None:
+                self._fail(f"the server exited with {self.process.returncode} while starting")
+            if time.monotonic() > deadline:
+                self._fail(f"the server was not healthy after {self.start_timeout:.0f} s")
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """End every process of the server; returns when none is left."""
+        if self.process is None:
+            return
+        members = self.processes()
+        for sig, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            try:
+                os.killpg(self.process.pid, sig)
+            except ProcessLookupError:
+                pass
+            try:
+                self.process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+            _, members = psutil.wait_procs(members, timeout=patience)
+            if not members:
+                break
+        for member in members:  # one that left the process group
+            member.kill()
+        self.process = None
+        self._log.close()
+
+    def processes(self) -> list[psutil.Process]:
+        """The launcher and everything it started that still runs."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all processes of the server so far."""
+        total = 0.0
+        for member in self.processes():
+            try:
+                times = member.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            total += times.user + times.system
+        return total
+
+    def log(self, tail: int | None = None) -> str:
+        """The server's output, or its last `tail` lines."""
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines if tail is None else lines[-tail:])
+
+    def request(self, path: str, payload: Any = None, timeout: float = 300.0) -> Any:
+        """GET `path`, or POST `payload` as JSON; the decoded JSON answer.
+
+        Raises `urllib.error.HTTPError` for a status of 400 or more.
+        """
+        data = None if payload is None else json.dumps(payload).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            body = response.read()
+        return json.loads(body) if body else None
+
+    def generate(self, prompt: str | list[Any], **sampling_params: Any) -> Any:
+        """`/generate` for one prompt or a list of them (texts or token id lists).
+
+        Greedy unless `temperature` is given. The answer holds `text`, `output_ids` and `meta_info`.
+        """
+        sampling_params.setdefault("temperature", 0.0)
+        first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+        key = "text" if isinstance(first, str) else "input_ids"
+        return self.request("/generate", {key: prompt, "sampling_params": sampling_params})
+
+    def _healthy(self) -> bool:
+        try:
+            self.request("/health", timeout=5.0)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+        return True
+
+    def _fail(self, reason: str) -> None:
+        self.stop()
+        command = " ".join(self.command)
+        raise ServerFailed(f"{reason}\n{command}\n--- {self.log_path} ---\n{self.log(60)}")
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def server_environment(changes: dict[str, str | None]) -> dict[str, str]:
+    """This environment with the packages under test importable, then `changes`."""
+    env = dict(os.environ)
+    roots = []
+    for package in ("sglang", "sgl_kernel"):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin:
+            roots.append(str(Path(spec.origin).parents[1]))
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(roots))
+    for name, value in changes.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
