@@ -16,8 +16,8 @@ help:
 	@echo "make venv     .venv, what serving needs"
 	@echo "make clean    remove build, dist and .venv"
 
-serve: venv
-	@exec $(VENV) scripts/serve.py $(ARGS)
+serve:
+	@exec $(PYTHON) scripts/serve.py $(ARGS)
 
 test:
 	@$(PYTHON) scripts/setup_env.py --test
