@@ -1,6 +1,5 @@
 """Every op of `sgl_kernel` against plain-Python oracles and against upstream's Triton kernels."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,10 +48,8 @@ def test_op_equals_oracle(op: str) -> None:
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Case]]:
     out = tmp_path_factory.mktemp("twins") / "twins.pt"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, HERE / "portable_twins.py", str(TWIN_CASES), out],
-        env=environment,
         capture_output=True,
         text=True,
     )
