@@ -1,0 +1,186 @@
+"""Milliseconds per decode step at Qwen3-8B shapes: plain decoding, FLASHMAP, upstream's DFLASH.
+
+    python benchmark/flashmap/step_time.py run --mode plain     --out out/steps
+    python benchmark/flashmap/step_time.py run --mode flashmap  --out out/steps --accept-length 4
+    python benchmark/flashmap/step_time.py run --mode flashmap  --out out/steps
+    python benchmark/flashmap/step_time.py run --mode dflash    --out out/steps --accept-length 4
+    python benchmark/flashmap/step_time.py table --out out/steps
+
+Each ``run`` starts one engine with random weights on one GPU and writes one JSON file; ``table``
+prints them side by side. Milliseconds per step are (time of a run − time of a one-token run of
+other prompts of the same lengths) / verify steps, the median of several repeats; tokens per second
+are for the accept length of the run: simulated with ``--accept-length``, else the random draft's
+own, about 1. Compare numbers of one machine and one session only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import shapes  # noqa: E402
+
+
+def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
+    arguments = dict(
+        model_path=shapes.write(folder / "target", shapes.TARGET),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        sampling_backend="pytorch",
+        disable_radix_cache=True,
+        disable_prefill_cuda_graph=True,
+        cuda_graph_bs_decode=sorted(set(options.batch_sizes)),
+        max_running_requests=max(options.batch_sizes),
+        context_length=max(options.context + options.tokens + 64, 4096),
+        mem_fraction_static=options.mem_fraction_static,
+        random_seed=0,
+        log_level="warning" if not options.verbose else "info",
+    )
+    if options.attention_backend:
+        arguments["attention_backend"] = options.attention_backend
+    if options.mode == "flashmap":
+        arguments |= dict(
+            speculative_algorithm="FLASHMAP",
+            speculative_draft_model_path=shapes.write(folder / "flashmap", shapes.FLASHMAP),
+            speculative_draft_load_format="dummy",
+        )
+        if options.verify_width:
+            arguments["speculative_num_draft_tokens"] = options.verify_width
+    elif options.mode == "dflash":
+        arguments |= dict(
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path=shapes.write(folder / "dflash", shapes.DFLASH),
+            speculative_draft_load_format="dummy",
+        )
+    return arguments
+
+
+def measure(engine, batch_size: int, options: argparse.Namespace, seed: int) -> dict:
+    import random
+
+    rng = random.Random(seed)
+
+    def timed(tokens: int) -> tuple[float, int, float]:
+        prompts = [
+            [rng.randrange(1000, 150000) for _ in range(options.context)] for _ in range(batch_size)
+        ]
+        params = dict(temperature=options.temperature, max_new_tokens=tokens, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = engine.generate(input_ids=prompts, sampling_params=params)
+        seconds = time.perf_counter() - start
+        infos = [output["meta_info"] for output in outputs]
+        steps = max(info.get("spec_verify_ct") or tokens - 1 for info in infos)
+        made = sum(info["completion_tokens"] for info in infos) - batch_size
+        return seconds, steps, made
+
+    timed(options.tokens)  # warm-up
+    step_ms, rates, lengths = [], [], []
+    for _ in range(options.repeats):
+        prefill, _, _ = timed(1)
+        seconds, steps, made = timed(options.tokens)
+        step_ms.append((seconds - prefill) / steps * 1e3)
+        rates.append(made / (seconds - prefill))
+        lengths.append(made / batch_size / steps)
+    return dict(
+        step_ms=statistics.median(step_ms),
+        step_ms_all=[round(x, 3) for x in step_ms],
+        tokens_per_s=statistics.median(rates),
+        accept_length=statistics.median(lengths),
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.accept_length:
+        os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(options.accept_length)
+        os.environ.setdefault("SGLANG_SIMULATE_ACC_METHOD", "match-expected")
+    import torch
+
+    import sglang
+
+    out = Path(options.out)
+    start = time.perf_counter()
+    engine = sglang.Engine(**engine_arguments(options, out / "models"))
+    result = dict(
+        mode=options.mode,
+        label=options.label or label_of(options),
+        gpu=torch.cuda.get_device_name(0),
+        sglang=sglang.__version__,
+        context=options.context,
+        start_s=round(time.perf_counter() - start, 1),
+        batches={},
+    )
+    print(f"{result['label']}: started in {result['start_s']} s", flush=True)
+    for batch_size in options.batch_sizes:
+        row = measure(engine, batch_size, options, seed=batch_size)
+        result["batches"][str(batch_size)] = row
+        print(
+            f"{result['label']}: {batch_size} requests, {row['step_ms']:.2f} ms a step, "
+            f"accept length {row['accept_length']:.2f}, {row['tokens_per_s']:.0f} tok/s",
+            flush=True,
+        )
+    name = result["label"].replace(" ", "_").replace(",", "")
+    (out / f"{name}_ctx{options.context}.json").write_text(json.dumps(result, indent=1))
+    engine.shutdown()
+
+
+def label_of(options: argparse.Namespace) -> str:
+    label = options.mode
+    if options.accept_length:
+        label += f" accept {options.accept_length:g}"
+    if options.verify_width:
+        label += f" W {options.verify_width}"
+    if options.temperature:
+        label += f" T {options.temperature:g}"
+    return label
+
+
+def table(options: argparse.Namespace) -> None:
+    results = [json.loads(path.read_text()) for path in sorted(Path(options.out).glob("*.json"))]
+    plain = {r["context"]: r["batches"] for r in results if r["mode"] == "plain"}
+    sizes = sorted({int(b) for r in results for b in r["batches"]})
+    print("| mode | context | " + " | ".join(f"{n} requests" for n in sizes) + " |")
+    print("|---|---|" + "---|" * len(sizes))
+    for r in sorted(results, key=lambda r: (r["context"], r["mode"] != "plain", r["label"])):
+        cells = []
+        for n in map(str, sizes):
+            row = r["batches"].get(n)
+            base = plain.get(r["context"], {}).get(n)
+            if row is None:
+                cells.append("")
+                continue
+            ratio = f" ({row['step_ms'] / base['step_ms']:.2f}×)" if base else ""
+            cells.append(f"{row['step_ms']:.2f} ms{ratio}, {row['tokens_per_s']:.0f} tok/s")
+        print(f"| {r['label']} | {r['context']} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("run", help="measure one mode")
+    one.add_argument("--mode", choices=("plain", "flashmap", "dflash"), required=True)
+    one.add_argument("--out", required=True)
+    one.add_argument("--label")
+    one.add_argument("--accept-length", type=float, default=0.0, help="simulate this accept length")
+    one.add_argument("--verify-width", type=int, help="W, default K + 1")
+    one.add_argument("--temperature", type=float, default=0.0)
+    one.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16, 64])
+    one.add_argument("--context", type=int, default=256)
+    one.add_argument("--tokens", type=int, default=160)
+    one.add_argument("--repeats", type=int, default=3)
+    one.add_argument("--mem-fraction-static", type=float, default=0.7)
+    one.add_argument("--attention-backend")
+    one.add_argument("--verbose", action="store_true")
+    merge = verbs.add_parser("table", help="print the measured modes side by side")
+    merge.add_argument("--out", required=True)
+    options = parser.parse_args()
+    {"run": run, "table": table}[options.verb](options)
+
+
+if __name__ == "__main__":
+    main()
