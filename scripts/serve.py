@@ -1,7 +1,8 @@
 """`make serve`: sets up, gets the demo target and an untrained draft, serves them with FLASHMAP.
 
-Arguments this script does not know go to `sglang.launch_server` and win over the ones it passes itself. The
-server runs in the foreground in a process group of its own: Ctrl-C (or SIGTERM) ends all of it.
+Arguments this script does not know go to `sglang.launch_server` and win over the ones it passes
+itself. The server runs in the foreground in a process group of its own: Ctrl-C (or SIGTERM) ends
+all of it.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise ForkError(
-                f"port {port} of {host} cannot be used ({getattr(error, 'strerror', None) or error}); "
-                f'choose another, e.g. make serve ARGS="--port {port + 1 if port < 65535 else 30001}".'
+                f"port {port} of {host} cannot be used ({getattr(error, 'strerror', 0) or error}); "
+                f'choose another: make serve ARGS="--port {30001 if port != 30001 else 30002}".'
             ) from None
 
 
@@ -159,7 +160,14 @@ def main() -> int:
         draft = options.speculative_draft_model_path or demo_draft(checkout, python, Path(target))
         model = options.served_model_name or Path(target).name
         command = [str(python), "-m", "sglang.launch_server", "--model-path", str(target)]
-        command += ["--served-model-name", model, "--host", options.host, "--port", str(options.port)]
+        command += [
+            "--served-model-name",
+            model,
+            "--host",
+            options.host,
+            "--port",
+            str(options.port),
+        ]
         command += ["--speculative-algorithm", "FLASHMAP"]
         command += ["--speculative-draft-model-path", str(draft), *passed_on]
         print(shlex.join(["python", *command[1:]]), flush=True)

@@ -1,8 +1,9 @@
 """Makes .venv: what this machine needs to serve, and with --test what the tests need.
 
-A machine with an NVIDIA GPU gets the extra `cuda` (upstream's own pins); any other gets the base set and the
-portable `sgl_kernel` of sgl-kernel/. The fork itself is installed in editable form, so .venv sees build/tree.
-A stamp over everything that decides the content makes the next call a matter of milliseconds.
+A machine with an NVIDIA GPU gets the extra `cuda` (upstream's own pins); any other gets the base
+set and the portable `sgl_kernel` of sgl-kernel/. The fork itself is installed in editable form, so
+.venv sees build/tree. A stamp over everything that decides the content makes the next call a matter
+of milliseconds.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ def environment_stamp(checkout: Checkout, device: str, test: bool) -> dict:
         checkout.root / "sgl-kernel" / "pyproject.toml",
     ]
     digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in decisive)).hexdigest()
-    return {"python": sys.version, "root": str(checkout.root), "device": device, "test": test, "of": digest}
+    return {
+        "python": sys.version,
+        "root": str(checkout.root),
+        "device": device,
+        "test": test,
+        "of": digest,
+    }
 
 
 def check_space(folder: Path, device: str) -> None:
@@ -49,7 +56,8 @@ def check_space(folder: Path, device: str) -> None:
     free, needed = shutil.disk_usage(folder).free / 1e9, _SPACE_GB[device]
     if free < needed:
         raise ForkError(
-            f"the packages need about {needed} GB and {folder} has {free:.1f} GB free; free some space."
+            f"the packages need about {needed} GB and {folder} has {free:.1f} GB free; "
+            "free some space."
         )
 
 
@@ -73,14 +81,16 @@ def explain(errors: list[str]) -> str:
     if "No space left on device" in text:
         return "the disk is full; free some space and run it again, what is installed stays."
     if "onnection" in text or "from versions: none" in text or "Temporary failure" in text:
-        return "no package index answered; check the network (or pip's index settings) and run it again."
+        return "no package index answered; check the network or pip's settings and run it again."
     last = [line.strip() for line in errors if line.startswith("ERROR")] or [text.strip()[-300:]]
     return f"pip could not install the packages: {last[0].removeprefix('ERROR: ')}"
 
 
 def setup(checkout: Checkout, device: str, test: bool) -> str:
     """Brings .venv and build/tree up to date; returns one line that says what was done."""
-    wheel_name(checkout)  # refuses an interpreter upstream has no wheel for, before anything is made
+    wheel_name(
+        checkout
+    )  # refuses an interpreter upstream has no wheel for, before anything is made
     venv = checkout.root / ".venv"
     python, stamp_file = venv / "bin" / "python", venv / "fork-stamp.json"
     old = json.loads(stamp_file.read_text()) if stamp_file.exists() else {}
@@ -99,7 +109,9 @@ def setup(checkout: Checkout, device: str, test: bool) -> str:
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     stamp_file.unlink(missing_ok=True)
     extras = [name for name, wanted in (("cuda", device == "cuda"), ("test", test)) if wanted]
-    target = f"{checkout.root / 'python'}[{','.join(extras)}]" if extras else checkout.root / "python"
+    target = (
+        f"{checkout.root / 'python'}[{','.join(extras)}]" if extras else checkout.root / "python"
+    )
     print("installing packages; the first time takes some minutes", flush=True)
     pip(python, "install", "--editable", str(target))
     if device == "cpu":
@@ -109,9 +121,13 @@ def setup(checkout: Checkout, device: str, test: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/setup_env.py", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="scripts/setup_env.py", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--test", action="store_true", help="also install what the tests need")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda with an NVIDIA GPU")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda with an NVIDIA GPU"
+    )
     options = parser.parse_args()
     # Without bytecode every start of the server would compile the tree again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

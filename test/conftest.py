@@ -1,4 +1,4 @@
-"""Puts the built tree under test: `sglang` is build/tree, here and in every process a test starts."""
+"""Puts the built tree under test: `sglang` is build/tree, here and in processes tests start."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from fork.tree import build_tree  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Brings build/tree up to date and puts it first on the path, before any test module is imported."""
+    """Brings build/tree up to date and puts it first on the path, before tests are imported."""
     tree = here().build / "tree"
     try:
         build_tree(here(), tree)
     except ForkError as error:
         pytest.exit(f"the tree under test cannot be built: {error}", returncode=2)
     if str(_ROOT / "python") in sys.path:
-        pytest.exit("python/ is on sys.path and would hide sglang; remove it from PYTHONPATH", returncode=2)
+        pytest.exit(
+            "python/ is on sys.path and would hide sglang; remove it from PYTHONPATH", returncode=2
+        )
     paths = [str(tree)]
     # A folder of that name (test/sgl_kernel) is found too, but has no loader of its own.
     spec = importlib.util.find_spec("sgl_kernel")

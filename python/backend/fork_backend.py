@@ -1,4 +1,4 @@
-"""PEP 517 and PEP 660 build backend: hands over to scripts/fork, so that `pip install ./python` works.
+"""Build backend (PEP 517, PEP 660): hands over to scripts/fork for `pip install ./python`.
 
 It needs a whole checkout (the patches' tool lies in scripts/), hence no source distribution.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT / "scripts"))
-# pip shows the traceback of a failing hook; the last line, our one sentence, is the part that helps.
+# pip shows the traceback of a failing hook; only its last line, our one sentence, helps.
 sys.tracebacklimit = 0
 
 try:
@@ -18,7 +18,8 @@ try:
     from fork.checkout import Checkout
 except ImportError:
     raise RuntimeError(
-        "python/ cannot be built outside its repository; clone the whole repository and install ./python from it."
+        "python/ cannot be built outside its repository; clone the whole repository and install "
+        "./python from it."
     ) from None
 
 _CHECKOUT = Checkout(_ROOT)
@@ -64,4 +65,6 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 
 
 def build_sdist(sdist_directory: str, config_settings: dict | None = None) -> str:
-    raise RuntimeError("there is no source distribution: clone the repository, or build a wheel with `make wheel`.")
+    raise RuntimeError(
+        "there is no source distribution: clone the repository, or build a wheel with `make wheel`."
+    )

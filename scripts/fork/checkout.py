@@ -56,7 +56,7 @@ class Checkout:
 
     @property
     def cache(self) -> Path:
-        """Downloads and conversions: `$XDG_CACHE_HOME/sglang-flashmap`, else `.cache` of the checkout."""
+        """For downloads: `$XDG_CACHE_HOME/sglang-flashmap`, else `.cache` of the checkout."""
         xdg = os.environ.get("XDG_CACHE_HOME")
         return Path(xdg) / "sglang-flashmap" if xdg else self.root / ".cache"
 
@@ -67,7 +67,9 @@ class Checkout:
             data = tomllib.loads(self.pin_file.read_text())
             return Pin(data["version"], data["local"], int(data["budget"]), dict(data["wheels"]))
         except FileNotFoundError:
-            raise ForkError(f"{self.pin_file} is missing; restore it with `git checkout`.") from None
+            raise ForkError(
+                f"{self.pin_file} is missing; restore it with `git checkout`."
+            ) from None
         except (KeyError, tomllib.TOMLDecodeError) as error:
             raise ForkError(f"{self.pin_file} is not complete ({error}); restore it.") from None
 

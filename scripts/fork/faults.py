@@ -1,7 +1,7 @@
-"""What `make check` refuses: every way in which the fork could drift from how it is meant to be kept.
+"""What `make check` refuses: every way in which the fork could drift from its own rules.
 
-Each fault is one line that names the file and the way out. Later checks need the series to apply, so they are
-skipped when it does not.
+Each fault is one line that names the file and the way out. Later checks need the series to apply,
+so they are skipped when it does not.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def summary(checkout: Checkout) -> str:
     _, patches = series_faults(checkout)
     changed = sum(patch.changed_lines for patch in patches)
     return (
-        f"check: {len(patches)} patches change {changed} of at most {checkout.pin.budget} upstream lines, "
-        f"{len(overlay_files(checkout.overlay))} overlay files"
+        f"check: {len(patches)} patches change {changed} of at most {checkout.pin.budget} upstream "
+        f"lines, {len(overlay_files(checkout.overlay))} overlay files"
     )
 
 
@@ -61,9 +61,18 @@ def series_faults(checkout: Checkout) -> tuple[list[str], list[Patch]]:
     folder = checkout.patches
     names = series_names(folder)
     present = {path.name for path in folder.glob("*.patch")}
-    faults = [f"series names {name}, which does not exist; remove the line" for name in names if name not in present]
-    faults += [f"{name} is not in series; run `make refresh` or delete it" for name in sorted(present - set(names))]
-    faults += [f"series names {name} twice" for name in sorted({n for n in names if names.count(n) > 1})]
+    faults = [
+        f"series names {name}, which does not exist; remove the line"
+        for name in names
+        if name not in present
+    ]
+    faults += [
+        f"{name} is not in series; run `make refresh` or delete it"
+        for name in sorted(present - set(names))
+    ]
+    faults += [
+        f"series names {name} twice" for name in sorted({n for n in names if names.count(n) > 1})
+    ]
     patches = []
     for name in dict.fromkeys(names):
         if name in present:
@@ -76,7 +85,8 @@ def series_faults(checkout: Checkout) -> tuple[list[str], list[Patch]]:
 
 def header_faults(patches: list[Patch]) -> list[str]:
     return [
-        f"python/patches/{patch.name}: the header lacks {', '.join(missing)}; add it to the commit's message"
+        f"python/patches/{patch.name}: the header lacks {', '.join(missing)}; "
+        "add it to the commit's message"
         for patch in patches
         if (missing := patch.missing_fields())
     ]
@@ -88,8 +98,9 @@ def budget_faults(checkout: Checkout, patches: list[Patch]) -> list[str]:
         return []
     worst = max(patches, key=lambda patch: patch.changed_lines)
     return [
-        f"the patches change {total} upstream lines, {total - budget} more than the budget of {budget} in "
-        f"python/upstream.toml; move code into the overlay (most: {worst.name}, {worst.changed_lines})"
+        f"the patches change {total} upstream lines, {total - budget} more than the budget of "
+        f"{budget} in python/upstream.toml; move code into the overlay "
+        f"(most: {worst.name}, {worst.changed_lines})"
     ]
 
 
@@ -101,10 +112,15 @@ def overlay_faults(checkout: Checkout, upstream_files: set[str]) -> list[str]:
 
 
 def import_faults(checkout: Checkout, wheel: Path, replaced: dict[str, bytes]) -> list[str]:
-    """Imports of sglang names that do not exist, in the overlay and in our tests, benchmarks and scripts."""
-    overlay = {name: (checkout.overlay.parent / name).read_bytes() for name in overlay_files(checkout.overlay)}
+    """Imports of sglang names that do not exist, in the overlay, tests, benchmarks and scripts."""
+    overlay = {
+        name: (checkout.overlay.parent / name).read_bytes()
+        for name in overlay_files(checkout.overlay)
+    }
     source = Source(wheel, {**replaced, **overlay})
-    ours = {f"python/{name}": (name, text) for name, text in overlay.items() if name.endswith(".py")}
+    ours = {
+        f"python/{name}": (name, text) for name, text in overlay.items() if name.endswith(".py")
+    }
     for folder in ("test", "benchmark", "scripts"):
         for path in sorted((checkout.root / folder).rglob("*.py")):
             name = path.relative_to(checkout.root).as_posix()
@@ -114,7 +130,8 @@ def import_faults(checkout: Checkout, wheel: Path, replaced: dict[str, bytes]) -
         try:
             for line, missing in sorted(source.missing(name, text)):
                 faults.append(
-                    f"{shown}:{line} imports {missing}, which sglang {checkout.pin.version} with our patches lacks"
+                    f"{shown}:{line} imports {missing}, which sglang {checkout.pin.version} "
+                    "with our patches lacks"
                 )
         except SyntaxError as error:
             faults.append(f"{shown}:{error.lineno} is not valid Python: {error.msg}")
@@ -156,7 +173,9 @@ def _telling(text: bytes) -> Iterator[bytes]:
 def committed_faults(checkout: Checkout, wheel: Path) -> list[str]:
     """Files of this repository that are upstream's, byte for byte, wherever they lie."""
     rows = csv.reader(io.StringIO(read_wheel(wheel, "RECORD")))
-    by_hash = {row[1].removeprefix("sha256="): row[0] for row in rows if row[1] and int(row[2]) > 200}
+    by_hash = {
+        row[1].removeprefix("sha256="): row[0] for row in rows if row[1] and int(row[2]) > 200
+    }
     listed = Git(checkout.root).run("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     faults = []
     for name in sorted(set(listed.stdout.decode().split("\0")) - {""}):
@@ -165,5 +184,7 @@ def committed_faults(checkout: Checkout, wheel: Path) -> list[str]:
             digest = hashlib.sha256(path.read_bytes()).digest()
             origin = by_hash.get(base64.urlsafe_b64encode(digest).rstrip(b"=").decode())
             if origin:
-                faults.append(f"{name} is upstream's {origin}; upstream's source is not committed here")
+                faults.append(
+                    f"{name} is upstream's {origin}; upstream's source is not committed here"
+                )
     return faults

@@ -1,4 +1,4 @@
-"""Runs git in a throwaway repository, the same way on every machine: fixed identity, no user configuration."""
+"""Runs git the same way on every machine: fixed identity, no user configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from .errors import ForkError
 
 _IDENTITY = {"NAME": "sglang fork", "EMAIL": "fork@localhost", "DATE": "2000-01-01T00:00:00+0000"}
 _ENVIRONMENT = {
-    **{f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in _IDENTITY.items()},
+    **{
+        f"GIT_{who}_{key}": value
+        for who in ("AUTHOR", "COMMITTER")
+        for key, value in _IDENTITY.items()
+    },
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_SYSTEM": os.devnull,
     "LC_ALL": "C",
@@ -26,7 +30,9 @@ class Git:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
         self._environment = {**inherited, **_ENVIRONMENT, **extra}
 
-    def run(self, *arguments: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    def run(
+        self, *arguments: str, stdin: bytes | None = None
+    ) -> subprocess.CompletedProcess[bytes]:
         """Runs git and returns the result whatever its exit status."""
         try:
             return subprocess.run(
@@ -49,7 +55,7 @@ class Git:
         return self.bytes(*arguments, stdin=stdin).decode().strip()
 
     def with_index(self, index: Path) -> Git:
-        """The same repository seen through another index file, so the working tree is left alone."""
+        """The same repository with another index file: the working tree is left alone."""
         return Git(self.folder, GIT_INDEX_FILE=str(index))
 
 

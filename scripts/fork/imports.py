@@ -1,8 +1,9 @@
 """Which sglang names exist in the fork, read from source without importing anything.
 
-A new upstream release moves names; an overlay file that imports one that is gone would fail only when it is
-loaded, perhaps on a GPU. A module's names are those its top level binds, in any branch. Modules that make
-names at run time (`__getattr__`, `globals()`, extension modules) are taken to have every name.
+A new upstream release moves names; an overlay file that imports one that is gone would fail only
+when it is loaded, perhaps on a GPU. A module's names are those its top level binds, in any branch.
+Modules that make names at run time (`__getattr__`, `globals()`, extension modules) are taken to
+have every name.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ _ROOT = "sglang"
 
 
 class Source:
-    """The fork's Python source by path: `wheel`, with `replaced` files (patched or added) laid over it."""
+    """The fork's source by path: `wheel`, with the `replaced` files (patched or added) on top."""
 
     def __init__(self, wheel: Path, replaced: dict[str, bytes]):
         self._archive = zipfile.ZipFile(wheel)
         self._replaced = replaced
         self.paths = {name for name in self._archive.namelist() if not name.endswith("/")}
         self.paths |= set(replaced)
-        self._folders = {str(parent) for name in self.paths for parent in PurePosixPath(name).parents}
+        self._folders = {
+            str(parent) for name in self.paths for parent in PurePosixPath(name).parents
+        }
         self._extensions = {
             name.split(".")[0] for name in self.paths if name.endswith(".so") and "/" in name
         }
@@ -34,7 +37,7 @@ class Source:
         return self._replaced[path] if path in self._replaced else self._archive.read(path)
 
     def module_file(self, module: str) -> str | None:
-        """Path of the module's source, `""` for one without source, None where there is no such module."""
+        """Path of the module's source, `""` for one without, None where there is no such module."""
         stem = module.replace(".", "/")
         for path in (f"{stem}/__init__.py", f"{stem}.py"):
             if path in self.paths:
@@ -77,7 +80,7 @@ class Source:
         return frozenset(found | {"__file__", "__name__", "__doc__"})
 
     def missing(self, path: str, text: bytes) -> Iterator[tuple[int, str]]:
-        """Line and dotted name of each sglang import in `text` (the file at `path`) that does not exist."""
+        """Line and name of each sglang import in `text`, the file at `path`, that is gone."""
         for node in _imports(ast.parse(text, path)):
             if isinstance(node, ast.Import):
                 for alias in node.names:

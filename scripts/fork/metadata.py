@@ -1,9 +1,9 @@
 """The fork's distribution metadata: upstream's names and pins, sorted into our dependency sets.
 
-`python/pyproject.toml` lists under [tool.fork] the names of the base set (text serving on CPU) and of the extra
-`test`. A bare name takes upstream's own specifier, so pins never drift from the release; a name with a
-specifier keeps it. Everything else that upstream requires becomes the extra `cuda`, so `sglang[cuda]` is what
-upstream installs.
+`python/pyproject.toml` lists under [tool.fork] the names of the base set (text serving on CPU) and
+of the extra `test`. A bare name takes upstream's own specifier, so pins never drift from the
+release; a name with a specifier keeps it. Everything else that upstream requires becomes the extra
+`cuda`, so `sglang[cuda]` is what upstream installs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def dependency_sets(checkout: Checkout, upstream_metadata: str) -> dict[str, lis
             base[name] = upstream[name]
         else:
             raise ForkError(
-                f"'{requirement}' in [tool.fork] base of python/pyproject.toml is not required by sglang "
-                f"{checkout.pin.version}; give it a specifier of its own, e.g. '{requirement}>=0'."
+                f"'{requirement}' in [tool.fork] base of python/pyproject.toml is not required by "
+                f"sglang {checkout.pin.version}; give it a specifier of its own, e.g. "
+                f"'{requirement}>=0'."
             )
     cuda = {name: line for name, line in upstream.items() if name not in base}
     test = {canonical(requirement): requirement for requirement in tool["test"]}
@@ -80,7 +81,9 @@ def compose(checkout: Checkout, upstream_metadata: str) -> str:
     ]
     for extra in ("cuda", "test"):
         lines.append(f"Provides-Extra: {extra}")
-        lines += [f"Requires-Dist: {_with_extra(requirement, extra)}" for requirement in sets[extra]]
+        lines += [
+            f"Requires-Dist: {_with_extra(requirement, extra)}" for requirement in sets[extra]
+        ]
     return "\n".join(lines) + "\n"
 
 

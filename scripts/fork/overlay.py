@@ -11,7 +11,7 @@ _SKIPPED = {"__pycache__"}
 
 
 def overlay_files(folder: Path) -> list[str]:
-    """Paths of the overlay's files, e.g. `sglang/srt/models/flashmap.py`, sorted. `folder` is its `sglang`."""
+    """Sorted paths of the files in `folder`, the overlay's `sglang`, e.g. `sglang/srt/x.py`."""
     found = []
     for where, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
@@ -21,8 +21,10 @@ def overlay_files(folder: Path) -> list[str]:
 
 
 def owned_by_upstream(files: list[str], upstream_files: set[str]) -> list[str]:
-    """Those of `files` that upstream has too, or that lie under an upstream file, or over its folder."""
-    folders = {parent.as_posix() for name in upstream_files for parent in PurePosixPath(name).parents}
+    """Those of `files` that upstream has too, as a file or as a folder, or has a file above."""
+    folders = {
+        parent.as_posix() for name in upstream_files for parent in PurePosixPath(name).parents
+    }
     return [
         name
         for name in files
@@ -39,7 +41,9 @@ def plan_links(files: list[str], upstream_files: set[str]) -> list[str]:
     """
     for name in owned_by_upstream(files, upstream_files):
         raise ForkError(f"python/{name} exists upstream; change it with a patch, or rename it.")
-    folders = {parent.as_posix() for name in upstream_files for parent in PurePosixPath(name).parents}
+    folders = {
+        parent.as_posix() for name in upstream_files for parent in PurePosixPath(name).parents
+    }
     links = set()
     for name in files:
         path = PurePosixPath(name)
@@ -51,7 +55,8 @@ def plan_links(files: list[str], upstream_files: set[str]) -> list[str]:
 def link(tree: Path, overlay_root: Path, links: list[str], previous: list[str]) -> None:
     """Makes `tree` hold `links` and none of `previous` that is no longer wanted.
 
-    Links are relative, so a checkout can be moved. `overlay_root` is the folder that holds `sglang/`.
+    Links are relative, so a checkout can be moved. `overlay_root` is the folder that holds
+    `sglang/`.
     """
     for name in set(previous) - set(links):
         path = tree / name

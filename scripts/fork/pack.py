@@ -1,7 +1,7 @@
 """The fork's wheel: upstream's wheel with patched files, the overlay and metadata of our own.
 
-Upstream's tags, extension modules and entry points stay. Times are fixed and entries sorted, so the same
-checkout always gives the same bytes.
+Upstream's tags, extension modules and entry points stay. Times are fixed and entries sorted, so the
+same checkout always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def dist_info(checkout: Checkout, upstream_wheel: Path) -> dict[str, bytes]:
     patched = sorted({path for patch in read_series(checkout.patches) for path in patch.files})
     added = overlay_files(checkout.overlay)
     notice = (checkout.root / "NOTICE").read_text()
-    notice += "\nModified files of upstream:\n" + "".join(f"  {p}\n" for p in [VERSION_FILE, *patched])
+    notice += "\nModified files of upstream:\n" + "".join(
+        f"  {p}\n" for p in [VERSION_FILE, *patched]
+    )
     notice += "\nAdded files:\n" + "".join(f"  {path}\n" for path in added)
     kind = metadata.read_wheel(upstream_wheel, "WHEEL").splitlines()
     kind = ["Generator: sglang fork" if line.startswith("Generator:") else line for line in kind]
@@ -75,7 +77,9 @@ def build_wheel(checkout: Checkout, out: Path) -> Path:
     content.update(files)
     content.update({name: (checkout.overlay.parent / name).read_bytes() for name in ours})
     info = dist_info(checkout, upstream_wheel)
-    return write_wheel(checkout, out / wheel_file_name(checkout, upstream_wheel), content, info, modes)
+    return write_wheel(
+        checkout, out / wheel_file_name(checkout, upstream_wheel), content, info, modes
+    )
 
 
 def build_editable(checkout: Checkout, out: Path, tree: Path) -> Path:
@@ -93,9 +97,12 @@ def write_wheel(
     info: dict[str, bytes],
     modes: dict[str, int],
 ) -> Path:
-    """Writes the files of `content`, then those of `info` and RECORD; `modes` are zip external attributes."""
+    """Writes the files of `content`, then `info` and RECORD; `modes` are external attributes."""
     folder = metadata.dist_info_name(checkout)
-    members = [*sorted(content.items()), *((f"{folder}/{name}", data) for name, data in info.items())]
+    members = [
+        *sorted(content.items()),
+        *((f"{folder}/{name}", data) for name, data in info.items()),
+    ]
     record = io.StringIO()
     # csv quotes the commas in the names of upstream's kernel configurations.
     rows = csv.writer(record, lineterminator="\n")
@@ -109,7 +116,9 @@ def write_wheel(
             entry = zipfile.ZipInfo(name, _TIME)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.create_system = 3
-            entry.external_attr = 0o100755 << 16 if modes.get(name, 0) >> 16 & 0o100 else 0o100644 << 16
+            entry.external_attr = (
+                0o100755 << 16 if modes.get(name, 0) >> 16 & 0o100 else 0o100644 << 16
+            )
             archive.writestr(entry, data)
     partial.replace(path)
     return path

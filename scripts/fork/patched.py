@@ -1,4 +1,4 @@
-"""Upstream's files after the patches, without building the whole tree: only the touched files are unpacked."""
+"""Upstream's files after the patches, without the whole tree: only touched files are unpacked."""
 
 from __future__ import annotations
 
@@ -25,12 +25,16 @@ def patched_files(wheel: Path, patches: list[Patch]) -> dict[str, bytes]:
         for path in touched:
             if path not in owned:
                 name = next(patch.name for patch in patches if path in patch.files)
-                raise ForkError(f"{name} adds or changes {path}, which upstream lacks; use the overlay.")
+                raise ForkError(
+                    f"{name} adds or changes {path}, which upstream lacks; use the overlay."
+                )
             archive.extract(path, folder)
         git.text("add", "--all", "--force")
         git.text("commit", "-q", "-m", "touched files")
         head = commit_series(git, "HEAD", patches)
         kept = set(git.bytes("ls-tree", "-r", "-z", "--name-only", head).decode().split("\0"))
         if lost := [path for path in touched if path not in kept]:
-            raise ForkError(f"the patches delete {', '.join(lost)}; leave upstream's files in place.")
+            raise ForkError(
+                f"the patches delete {', '.join(lost)}; leave upstream's files in place."
+            )
         return {path: git.bytes("cat-file", "blob", f"{head}:{path}") for path in touched}

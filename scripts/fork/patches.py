@@ -1,9 +1,9 @@
 """The series: each patch is a commit message and a zero-context diff of upstream's files.
 
-A patch file is the message's subject, a blank line, its body with the three header fields, a blank line and
-the diff. There are no dates, authors, hashes or `index` lines, so the same change always gives the same bytes,
-whoever writes it. Zero context keeps upstream's source out of this repository except for the lines a
-patch removes; what makes that safe is the pinned sha256 of the wheel.
+A patch file is the message's subject, a blank line, its body with the three header fields, a blank
+line and the diff. There are no dates, authors, hashes or `index` lines, so the same change always
+gives the same bytes, whoever writes it. Zero context keeps upstream's source out of this repository
+except for the lines a patch removes; what makes that safe is the pinned sha256 of the wheel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DIFF += ("--diff-algorithm=myers", "--indent-heuristic", "--src-prefix=a/", "--
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch: its file name, the commit message and the diff (bytes, from the first `diff --git`)."""
+    """One patch: its file name, the commit message and the diff from the first `diff --git`."""
 
     name: str
     message: str
@@ -36,14 +36,16 @@ class Patch:
 
     @property
     def hunks(self) -> bytes:
-        """The diff without the function names git prints after `@@`: they depend on git's version."""
+        """The diff without the function names after `@@`, which depend on git's version."""
         return re.sub(rb"^(@@ [-+,0-9 ]+ @@).*$", rb"\1", self.diff, flags=re.M)
 
     @property
     def changed_lines(self) -> int:
         """Lines added plus lines removed."""
         lines = self.diff.splitlines()
-        return sum(line[:1] in b"+-" and line[:4] not in (b"+++ ", b"--- ") for line in lines if line)
+        return sum(
+            line[:1] in b"+-" and line[:4] not in (b"+++ ", b"--- ") for line in lines if line
+        )
 
     def missing_fields(self) -> list[str]:
         """Header fields that the message lacks or leaves empty."""
@@ -75,7 +77,9 @@ def read_series(folder: Path) -> list[Patch]:
     patches = []
     for name in series_names(folder):
         if not (folder / name).exists():
-            raise ForkError(f"{folder / 'series'} names {name}, which does not exist; remove the line.")
+            raise ForkError(
+                f"{folder / 'series'} names {name}, which does not exist; remove the line."
+            )
         patches.append(parse(folder / name))
     return patches
 
@@ -99,7 +103,7 @@ def write_series(folder: Path, patches: list[Patch]) -> list[str]:
 
 
 def commit_series(git: Git, base: str, patches: list[Patch]) -> str:
-    """Commits `patches` on top of `base` without touching the working tree; returns the last commit.
+    """Commits `patches` on `base` without touching the working tree; returns the last commit.
 
     Raises ForkError naming the first patch that does not apply exactly at the lines it names.
     """
@@ -119,8 +123,8 @@ def commit_series(git: Git, base: str, patches: list[Patch]) -> str:
             # git apply looks for removed lines elsewhere when they are not where the hunk says.
             if Patch(patch.name, "", diff_of(git, head)).hunks != patch.hunks:
                 raise ForkError(
-                    f"{patch.name} does not apply exactly: its lines were found elsewhere, or it was not "
-                    "written by `make refresh`; check the result in build/tree and refresh."
+                    f"{patch.name} does not apply exactly: its lines were found elsewhere, or it "
+                    "was not written by `make refresh`; check the result in build/tree and refresh."
                 )
     return head
 
@@ -134,8 +138,8 @@ def diff_of(git: Git, commit: str) -> bytes:
 def export_series(git: Git, base: str, head: str = "HEAD", known: list[str] = ()) -> list[Patch]:
     """The commits in `base..head` as patches, numbered in order and named after their subjects.
 
-    A patch that is among the `known` names keeps its number unless the order forbids it, so that numbers may
-    leave gaps and inserting a patch renames no more files than it must.
+    A patch that is among the `known` names keeps its number unless the order forbids it, so that
+    numbers may leave gaps and inserting a patch renames no more files than it must.
 
     Raises ForkError for a merge, a commit without a diff or a binary change.
     """

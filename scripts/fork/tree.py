@@ -1,9 +1,11 @@
-"""The built tree: pristine upstream in a throwaway git repository, one commit a patch, overlay linked in.
+"""The built tree: pristine upstream in a throwaway git repository, one commit a patch, overlay
+linked in.
 
-Commits: `upstream` (tag; the wheel's files as they are), `base` (tag; the fork's version written in), then the
-series. Everything between `base` and HEAD belongs to python/patches and `refresh` writes it there. A stamp in
-.git says what the tree was made of; when nothing changed there is nothing to do, and when only patches or the
-overlay changed only they are redone, in place, so that files nobody touched keep their times.
+Commits: `upstream` (tag; the wheel's files as they are), `base` (tag; the fork's version written
+in), then the series. Everything between `base` and HEAD belongs to python/patches and `refresh`
+writes it there. A stamp in .git says what the tree was made of; when nothing changed there is
+nothing to do, and when only patches or the overlay changed only they are redone, in place, so that
+files nobody touched keep their times.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ VERSION_FILE = "sglang/_version.py"
 
 
 def version_source(version: str) -> str:
-    """Text of `sglang/_version.py`, which upstream's build generates and its `__version__` comes from."""
+    """Text of `sglang/_version.py`, which upstream's build generates and `__version__` is from."""
     numbers = version.split("+")[0].split(".")
     parts = ", ".join([*numbers, *(repr(part) for part in version.split("+")[1:])])
     return (
@@ -44,8 +46,8 @@ def version_source(version: str) -> str:
 def build_tree(checkout: Checkout, folder: Path, force: bool = False, rebase: bool = False) -> str:
     """Brings `folder` up to date and returns one line that says what was done.
 
-    Raises ForkError when `folder` holds edits or commits that `refresh` has not saved, unless `force`
-    (they are discarded) or `rebase` (commits are carried over onto the changed series).
+    Raises ForkError when `folder` holds edits or commits that `refresh` has not saved, unless
+    `force` (they are discarded) or `rebase` (commits are carried over onto the changed series).
     """
     with _lock(folder):
         return _build_tree(checkout, folder, force, rebase)
@@ -57,7 +59,9 @@ def _build_tree(checkout: Checkout, folder: Path, force: bool, rebase: bool) -> 
     if old and not force and all(old[key] == stamp[key] for key in made_of):
         return f"{folder} is up to date"
     if not old and folder.exists() and any(folder.iterdir()):
-        raise ForkError(f"{folder} was not made by `make tree`; remove it or name another with --dir.")
+        raise ForkError(
+            f"{folder} was not made by `make tree`; remove it or name another with --dir."
+        )
     fresh = not old or any(old[key] != stamp[key] for key in ("wheel", "version"))
     repatch = fresh or force or old["patches"] != stamp["patches"]
     if old and repatch and not force:
@@ -87,7 +91,8 @@ def _build_tree(checkout: Checkout, folder: Path, force: bool, rebase: bool) -> 
         if result.returncode:
             files = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
             raise ForkError(
-                f"your commits conflict with the changed series in {files}; resolve them in {folder}, "
+                f"your commits conflict with the changed series in {files}; resolve them in "
+                f"{folder}, "
                 "`git rebase --continue`, then `make refresh`."
             )
         done.append("rebased your commits")
@@ -107,8 +112,9 @@ def refresh(checkout: Checkout, folder: Path, force: bool = False) -> list[str]:
         stamp = _stamp(checkout)
         if old["patches"] != stamp["patches"] and not force:
             raise ForkError(
-                f"{checkout.patches} changed since {folder} was built and refresh would overwrite that; "
-                "take it in with `python scripts/upstream.py tree --rebase`, or overwrite it with --force."
+                f"{checkout.patches} changed since {folder} was built and refresh would overwrite "
+                "that; take it in with `python scripts/upstream.py tree --rebase`, or overwrite it "
+                "with --force."
             )
         git = Git(folder)
         if git.run("merge-base", "--is-ancestor", "base", "HEAD").returncode:
@@ -134,13 +140,17 @@ def refuse_unsaved(folder: Path, stamp: dict, allow_commits: bool = False) -> No
     git = Git(folder)
     way_out = "commit and `make refresh`, or discard them with --force"
     if (folder / ".git" / "rebase-merge").exists():
-        raise ForkError(f"a rebase is in progress in {folder}; finish it with `git rebase --continue`.")
+        raise ForkError(
+            f"a rebase is in progress in {folder}; finish it with `git rebase --continue`."
+        )
     if dirty := _dirty(git):
-        raise ForkError(f"{folder} has edits that are not committed ({', '.join(dirty[:3])}); {way_out}.")
+        raise ForkError(
+            f"{folder} has edits that are not committed ({', '.join(dirty[:3])}); {way_out}."
+        )
     if not allow_commits and git.text("rev-parse", "HEAD") != stamp["head"]:
         raise ForkError(
-            f"{folder} has commits that are not in python/patches, and those changed; carry them over with "
-            "`python scripts/upstream.py tree --rebase`, or discard them with --force."
+            f"{folder} has commits that are not in python/patches, and those changed; carry them "
+            "over with `python scripts/upstream.py tree --rebase`, or discard them with --force."
         )
 
 
@@ -155,7 +165,13 @@ def _write_stamp(folder: Path, stamp: dict) -> None:
 
 
 def _dirty(git: Git) -> list[str]:
-    lines = git.bytes("-c", "status.renames=false", "status", "--porcelain", "--untracked-files=all", "-z").decode().split("\0")
+    lines = (
+        git.bytes(
+            "-c", "status.renames=false", "status", "--porcelain", "--untracked-files=all", "-z"
+        )
+        .decode()
+        .split("\0")
+    )
     return [line[3:] for line in lines if line]
 
 
@@ -175,7 +191,7 @@ def _stamp(checkout: Checkout) -> dict:
 
 
 def _unpack(checkout: Checkout, folder: Path) -> None:
-    """Replaces `folder` by a repository with the tags `upstream` and `base`, by one rename at the end."""
+    """Replaces `folder` by a repository with the tags `upstream` and `base`, by one rename."""
     wheel = fetch(checkout)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tree-") as scratch:

@@ -1,4 +1,4 @@
-"""The pinned upstream wheel: found in the cache or downloaded by pip, and trusted by its sha256 only."""
+"""The pinned upstream wheel: cached or downloaded by pip, and trusted by its sha256 only."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def wheel_name(checkout: Checkout) -> str:
             return name
     known = ", ".join(sorted({name.split("-")[2] for name in checkout.pin.wheels}))
     raise ForkError(
-        f"sglang {checkout.pin.version} has no pinned wheel for {tag} on {machine} ({sys.platform}); "
-        f"use Linux on x86_64 or aarch64 with one of {known}."
+        f"sglang {checkout.pin.version} has no pinned wheel for {tag} on {machine} "
+        f"({sys.platform}); use Linux on x86_64 or aarch64 with one of {known}."
     )
 
 
