@@ -164,8 +164,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights")
     options = parser.parse_args(arguments)
+    cache = here().cache
     try:
-        print(demo_target(here().cache, options.dtype))
+        print(demo_target(cache, options.dtype))
+    except OSError as error:
+        words = (
+            f"{cache} cannot be written ({error.strerror}): set XDG_CACHE_HOME to another folder."
+        )
+        print(f"error: {words}", file=sys.stderr)
+        return 1
     except ForkError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

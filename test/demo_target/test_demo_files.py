@@ -98,3 +98,13 @@ def test_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(demo_target, "SPACE_BYTES", 10**18)
     with pytest.raises(ForkError, match="MB free and the demo target needs .* set XDG_CACHE_HOME"):
         demo_target.demo_target(tmp_path)
+
+
+def test_unwritable_cache_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert demo_target.main([]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "cannot be written (Not a directory): set XDG_CACHE_HOME to another folder." in line
