@@ -179,17 +179,10 @@ REFUSALS = {
     "block too long": ({}, {"--block-size": 65}, "block_size must be at most 64"),
     "no block": ({}, {"--block-size": 0}, "block_size must be an integer of at least 1"),
     "no layers": ({}, {"--layers": 0}, "num_hidden_layers must be an integer of at least 1"),
-    "indivisible width": (
-        {},
-        {"--hidden-size": 200},
-        "200 is not a multiple of num_.*_heads 3",
-    ),
+    "indivisible width": ({}, {"--hidden-size": 200}, "200 is not a multiple of num_.*_heads 3"),
     "negative seed": ({}, {"--seed": -1}, "choose 0 or more"),
-    "output under a file": (
-        {},
-        {"--output": "target/config.json/x"},
-        "cannot be written .Not a dir",
-    ),
+    "output is a file": ({}, {"--output": "target/config.json"}, "is a file: choose another"),
+    "output under a file": ({}, {"--output": "target/config.json/x"}, "x cannot be written .File"),
 }
 
 
