@@ -16,6 +16,9 @@ import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.plugins import PLATFORM_PLUGINS_GROUP
 
+# KV slots of a server that was told nothing about memory.
+DEFAULT_KV_TOKENS = 65536
+
 
 @functools.lru_cache(maxsize=1)
 def cpu_engine_enabled() -> bool:
@@ -53,5 +56,11 @@ class CpuEnginePlatform(CpuSRTPlatform):
     """The CPU platform with the defaults a server without an accelerator wants."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
+        from sglang.srt.arg_groups.model_override_base import model_config_of
+
         # A scheduler that polls takes a core from the model: there is no device to keep fed.
         server_args.sleep_on_idle = True
+        # Upstream's share of the device's memory would be most of the machine's, written at start.
+        if server_args.max_total_tokens is None and server_args.mem_fraction_static is None:
+            context_len = model_config_of(server_args).context_len
+            server_args.max_total_tokens = max(DEFAULT_KV_TOKENS, context_len)

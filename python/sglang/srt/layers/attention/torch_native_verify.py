@@ -84,13 +84,13 @@ class QueryRows:
             return self._masks[cached]
         begin, end = self.keys(first, last, window)
         device = self.slots.device
-        prefix = torch.arange(begin, self.prefix, device=device)
         if self.ancestors is None:
             rows = self.prefix + torch.arange(first, last, device=device)[:, None]
             keys = torch.arange(begin, end, device=device)
             visible = keys <= rows
         else:
             rows = self.positions[first:last, None]
+            prefix = torch.arange(begin, self.prefix, device=device)
             keys = torch.cat((prefix, self.positions))
             seen = torch.ones((last - first, prefix.numel()), dtype=torch.bool, device=device)
             visible = torch.cat((seen, self.ancestors[first:last]), dim=1)
