@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fork import faults, pack, tree, upstream_wheel
+from fork import bump, faults, pack, tree, upstream_wheel
 from fork.checkout import here
 from fork.errors import ForkError
 
@@ -33,6 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     sub = verbs.add_parser("wheel", help="repack upstream's wheel with the patches and the overlay")
     sub.add_argument("--dir", type=Path, default=checkout.root / "dist", help="where to (dist)")
 
+    sub = verbs.add_parser("bump", help="port the series to another upstream release")
+    sub.add_argument("version", help="e.g. 0.5.24")
+    sub.add_argument("--dir", type=Path, help="the scratch repository (build/bump-VERSION)")
+    sub.add_argument("--write", action="store_true", help="make the ported release the pinned one")
+
     options = parser.parse_args(arguments)
     try:
         match options.verb:
@@ -53,6 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
                 if found:
                     raise ForkError(f"{len(found)} faults in the fork; see the lines above.")
                 print(faults.summary(checkout))
+            case "bump":
+                folder = options.dir or checkout.build / f"bump-{options.version}"
+                for line in bump.bump(checkout, options.version, folder.absolute(), options.write):
+                    print(line.replace(f"{checkout.root}/", ""), flush=True)
             case "wheel":
                 path = pack.build_wheel(checkout, options.dir.absolute())
                 print(f"{path}  sha256 {upstream_wheel.sha256(path)}")

@@ -125,12 +125,12 @@ def import_faults(checkout: Checkout, wheel: Path, replaced: dict[str, bytes]) -
         for path in sorted((checkout.root / folder).rglob("*.py")):
             name = path.relative_to(checkout.root).as_posix()
             ours[name] = (name, path.read_bytes())
-    faults = []
+    faults, version = [], wheel.name.split("-")[1]
     for shown, (name, text) in ours.items():
         try:
             for line, missing in sorted(source.missing(name, text)):
                 faults.append(
-                    f"{shown}:{line} imports {missing}, which sglang {checkout.pin.version} "
+                    f"{shown}:{line} imports {missing}, which sglang {version} "
                     "with our patches lacks"
                 )
         except SyntaxError as error:
