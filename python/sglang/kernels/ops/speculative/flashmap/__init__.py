@@ -1,10 +1,11 @@
 """Kernels of the FlashMap drafter.
 
-Each module holds one operation in four faces: ``NAME_torch``, the reference, which also serves CPU tensors;
-``NAME_triton``, the launcher of the Triton kernel; the custom op ``sglang::flashmap_NAME`` around that launcher,
-whose fake implementation lets ``torch.compile`` and graph capture see through it; and ``NAME``, the public function,
-which sends CUDA tensors to the custom op and all others to the reference. Every kernel has fixed shapes and reads
-lengths on the device, so all of them can be captured in a CUDA graph.
+Each module holds one operation in four faces: ``NAME_torch``, the reference, which also serves CPU
+tensors; ``NAME_triton``, the launcher of the Triton kernel; the custom op ``sglang::flashmap_NAME``
+around that launcher, whose fake implementation lets ``torch.compile`` and graph capture see through
+it; and ``NAME``, the public function, which sends CUDA tensors to the custom op and all others to
+the reference. Every kernel has fixed shapes and reads lengths on the device, so all of them can be
+captured in a CUDA graph.
 
 Importing this package registers metadata only; import the functions from their modules.
 """
@@ -20,6 +21,8 @@ _OPS = (
     ("block_attention", "block_self_attention"),
     ("cross_attention", "paged_cross_attention"),
     ("context_kv", "write_context_kv"),
+    ("noise", "uniform_noise"),
+    ("noise", "gaussian_noise"),
     ("sampler", "sample_draft"),
 )
 for _module, _name in _OPS:

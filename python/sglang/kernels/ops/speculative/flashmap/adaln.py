@@ -1,10 +1,11 @@
 """Gated residual and time-modulated LayerNorm (AdaLN) in one pass over the residual stream.
 
-``x_new = x + gate * branch`` and ``h = LayerNorm(x_new) * scale1 + shift``. The modulations depend on the jump's two
-times alone, so the caller computes them once and passes ``scale1 = 1 + scale``. Rounding follows the reference model's
-eager operations in ``x``'s dtype: the gated branch, the sum, the normed value, the scaled value and the shifted value
-are each rounded. Only the statistics differ, by the order of their float32 sums; in float32 the compiler may also
-contract a product and a sum into one fused multiply-add.
+``x_new = x + gate * branch`` and ``h = LayerNorm(x_new) * scale1 + shift``. The modulations depend
+on the jump's two times alone, so the caller computes them once and passes ``scale1 = 1 + scale``.
+Rounding follows the reference model's eager operations in ``x``'s dtype: the gated branch, the sum,
+the normed value, the scaled value and the shifted value are each rounded. Only the statistics
+differ, by the order of their float32 sums; in float32 the compiler may also contract a product and
+a sum into one fused multiply-add.
 """
 
 from typing import Optional, Tuple
@@ -13,7 +14,6 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-
 from sglang.srt.utils.custom_op import register_custom_op
 
 
@@ -73,7 +73,8 @@ def adaln_triton(
     shift: torch.Tensor,
     eps: float,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Launcher of :func:`adaln`; without a branch the first result is empty, since an op cannot return its input."""
+    """Launcher of :func:`adaln`; without a branch the first result is empty: an op cannot return
+    its own input."""
     rows, dim = x.shape
     assert x.is_contiguous() and (branch is None) == (gate is None)
     assert branch is None or (branch.shape == x.shape and branch.is_contiguous())

@@ -1,18 +1,19 @@
 """Self-attention among the K slots of each draft block.
 
-A block is a few dozen slots at most, so its whole attention fits in one program: it norms and rotates the queries and
-keys as they arrive from the fused projection, takes the softmax over the block and multiplies the values, and nothing
-but the output goes back to memory. Slots see each other in both directions; there is no mask.
+A block is a few dozen slots at most, so its whole attention fits in one program: it norms and
+rotates the queries and keys as they arrive from the fused projection, takes the softmax over the
+block and multiplies the values, and nothing but the output goes back to memory. Slots see each
+other in both directions; there is no mask.
 
-Rounding: queries and keys are rounded as in :mod:`.norm`; scores and softmax are float32; the unnormalised
-probabilities are rounded to the values' dtype before the second product, as flash attention does.
+Rounding: queries and keys are rounded as in :mod:`.norm`; scores and softmax are float32; the
+unnormalised probabilities are rounded to the values' dtype before the second product, as flash
+attention does.
 """
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-
 from sglang.kernels.ops.speculative.flashmap.norm import norm_rotate, rms_norm_rope_torch
 from sglang.kernels.ops.speculative.flashmap.rope import load_rope
 from sglang.srt.utils.custom_op import register_custom_op
@@ -164,9 +165,9 @@ def block_self_attention(
     """Norm and rotate queries and keys, then attend within each block, without a mask.
 
     Args:
-        qkv: ``(R, K, (H + 2 Hkv) D)``, the fused projection of ``R`` blocks of ``K`` slots (1 to 64): the query heads,
-            then the key heads, then the value heads. Contiguous; float32, bfloat16 or float16. ``Hkv`` follows from
-            the width and divides ``H``.
+        qkv: ``(R, K, (H + 2 Hkv) D)``, the fused projection of ``R`` blocks of ``K`` slots
+            (1 to 64): the query heads, then the key heads, then the value heads. Contiguous;
+            float32, bfloat16 or float16. ``Hkv`` follows from the width and divides ``H``.
         q_weight: ``(D,)``, the query norm's weight, any float dtype.
         k_weight: ``(D,)``, the key norm's weight, any float dtype.
         rope: ``(R K, D / 2, 2)`` float32, of :func:`rope_table`.

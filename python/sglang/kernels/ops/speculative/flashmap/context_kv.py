@@ -1,14 +1,16 @@
 """Writes the drafter's context keys and values of all layers into the paged KV pool.
 
-One projection gives every layer's keys and values of the newly committed positions; this op norms and rotates the keys,
-leaves the values as they are, casts both to the pool's dtype and scatters them at the positions' slots, in one launch.
+One projection gives every layer's keys and values of the newly committed positions; this op norms
+and rotates the keys, leaves the values as they are, casts both to the pool's dtype and scatters
+them at the positions' slots, in one launch.
 
-A pool keeps one tensor a layer, so the kernel takes a table of their addresses. The table is cached by the addresses
-themselves and so can never be stale; it is never evicted, because a captured graph keeps reading it. It is copied from
-the host when a pool is first seen: call the op once before capturing it, as graph runners' warm-up does.
+A pool keeps one tensor a layer, so the kernel takes a table of their addresses. The table is cached
+by the addresses themselves and so can never be stale; it is never evicted, because a captured graph
+keeps reading it. It is copied from the host when a pool is first seen: call the op once before
+capturing it, as graph runners' warm-up does.
 
-A verify window is wider than what it commits. With ``commit_lens`` the kernel reads on the device how many columns of
-each request to write, so the host need not know.
+A verify window is wider than what it commits. With ``commit_lens`` the kernel reads on the device
+how many columns of each request to write, so the host need not know.
 """
 
 import functools
@@ -17,7 +19,6 @@ from typing import List, Optional, Tuple
 import torch
 import triton
 import triton.language as tl
-
 from sglang.kernels.ops.speculative.flashmap.device import require_pool_dtype
 from sglang.kernels.ops.speculative.flashmap.norm import norm_rotate, rms_norm_rope_torch
 from sglang.kernels.ops.speculative.flashmap.rope import load_rope
@@ -144,9 +145,7 @@ def write_context_kv_triton(
     _check_pool(key_buffers, heads, head_dim)
     _check_pool(value_buffers, heads, head_dim)
     require_pool_dtype(key_buffers[0].dtype, kv.device)
-    assert commit_lens is None or (
-        commit_lens.is_contiguous() and rows % commit_lens.numel() == 0
-    )
+    assert commit_lens is None or (commit_lens.is_contiguous() and rows % commit_lens.numel() == 0)
     if rows == 0:
         return
     addresses = tuple(buffer.data_ptr() for buffer in (*key_buffers, *value_buffers))
@@ -210,14 +209,15 @@ def write_context_kv(
             float32, bfloat16 or float16.
         k_weight: ``(L, D)``, the key norms' weights, any float dtype.
         rope: ``(T, D / 2, 2)`` float32, of :func:`rope_table` at the rows' positions.
-        slots: ``(T,)`` int64 or int32; a negative slot is skipped. Slots written in one call must differ
-            (pad with negative slots, or with a slot nobody reads).
-        key_buffers: ``L`` tensors ``(pool slots, Hkv, D)`` of one dtype (float32, bfloat16, float16 or
-            float8_e4m3fn, which saturates) and one row stride.
+        slots: ``(T,)`` int64 or int32; a negative slot is skipped. Slots written in one call
+            must differ (pad with negative slots, or with a slot nobody reads).
+        key_buffers: ``L`` tensors ``(pool slots, Hkv, D)`` of one dtype (float32, bfloat16, float16
+            or float8_e4m3fn, which saturates) and one row stride.
         value_buffers: likewise.
         eps: the norms' epsilon.
-        commit_lens: ``(B,)`` integers, or None to write every row. Rows are then ``B`` windows of ``T / B`` columns,
-            and column ``j`` of window ``b`` is written only where ``j < commit_lens[b]``.
+        commit_lens: ``(B,)`` integers, or None to write every row. Rows are then ``B`` windows of
+            ``T / B`` columns, and column ``j`` of window ``b`` is written only where
+            ``j < commit_lens[b]``.
     """
     implementation = _write_context_kv_op if kv.is_cuda else write_context_kv_torch
     implementation(kv, k_weight, rope, slots, key_buffers, value_buffers, eps, commit_lens)

@@ -1,17 +1,19 @@
 """Cross-attention of draft slots to a request's whole context in the paged KV pool.
 
-Every query of request ``b`` sees all ``lens[b]`` context rows, with no causal mask. So all of a request's draft blocks
-lie side by side on the query axis, and with grouped heads the queries of a group join them: the kernel's query tile is
-made of these rows, and the context is read once for all of them instead of once a block.
+Every query of request ``b`` sees all ``lens[b]`` context rows, with no causal mask. So all of a
+request's draft blocks lie side by side on the query axis, and with grouped heads the queries of a
+group join them: the kernel's query tile is made of these rows, and the context is read once for all
+of them instead of once a block.
 
-Few requests would leave most of the GPU idle, so the context is split: each split keeps a running softmax over its
-chunk and writes a normalised partial output with its log-sum-exp, and a second kernel merges
-``out = sum_s 2**(lse_s - max) out_s / sum_s 2**(lse_s - max)``. How many splits there are depends on shapes and on the
-device only; how long a chunk is comes from ``lens`` in the kernel, and short contexts leave the last splits idle.
-The launch is therefore the same for every step of a captured graph.
+Few requests would leave most of the GPU idle, so the context is split: each split keeps a running
+softmax over its chunk and writes a normalised partial output with its log-sum-exp, and a second
+kernel merges ``out = sum_s 2**(lse_s - max) out_s / sum_s 2**(lse_s - max)``. How many splits there
+are depends on shapes and on the device only; how long a chunk is comes from ``lens`` in the kernel,
+and short contexts leave the last splits idle. The launch is therefore the same for every step of a
+captured graph.
 
-Rounding: scores, softmax and outputs accumulate in float32; unnormalised probabilities are rounded to the queries'
-dtype before the second product. float32 inputs use IEEE products (no TF32).
+Rounding: scores, softmax and outputs accumulate in float32; unnormalised probabilities are rounded
+to the queries' dtype before the second product. float32 inputs use IEEE products (no TF32).
 """
 
 from typing import NamedTuple, Optional
@@ -20,7 +22,6 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-
 from sglang.kernels.ops.speculative.flashmap.device import require_pool_dtype, sm_count
 from sglang.srt.utils.custom_op import register_custom_op
 
@@ -155,9 +156,7 @@ def _split_kernel(
         v = tl.load(
             value_ptr + slot[:, None] * value_stride + channel[None, :], mask=in_kv, other=0.0
         )
-        acc = tl.dot(
-            probs.to(dtype), v.to(dtype), acc=acc * decay[:, None], input_precision="ieee"
-        )
+        acc = tl.dot(probs.to(dtype), v.to(dtype), acc=acc * decay[:, None], input_precision="ieee")
     # No context at all leaves 0 / 1.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
 
@@ -191,7 +190,8 @@ def _merge_kernel(
     split = tl.arange(0, BLOCK_SPLITS)
     d = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + row * SPLITS + split, mask=split < used, other=float("-inf"))
-    weight = tl.where(split < used, tl.exp2(lse - tl.max(lse, 0)), 0.0)
+    peak = tl.where(used > 0, tl.max(lse, 0), 0.0)
+    weight = tl.exp2(lse - peak)
     mask = (split < used)[:, None] & (d < D)[None, :]
     partial = partial_ptr + (row * SPLITS + split)[:, None] * D + d[None, :]
     out = tl.sum(tl.load(partial, mask=mask, other=0.0) * weight[:, None], 0)

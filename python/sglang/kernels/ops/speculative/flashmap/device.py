@@ -1,4 +1,4 @@
-"""What the launchers ask of the device: its streaming multiprocessors and whether it converts e4m3."""
+"""What the launchers ask of the device: its multiprocessors, and whether it converts e4m3."""
 
 import functools
 

@@ -1,15 +1,15 @@
 """RMSNorm, alone and followed by rotary positions.
 
-The drafter's weights were trained with ``x * round(weight / rms(x))``: the scale is computed in float32, rounded to
-``x``'s dtype, and only then multiplied. The usual order, which rounds ``x / rms(x)`` first, gives other values in half
-precision, so upstream's norms cannot stand in. Both faces round at the same three places (scale, product, rotation);
-what is left between them is the order of the sum of squares.
+The drafter's weights were trained with ``x * round(weight / rms(x))``: the scale is computed in
+float32, rounded to ``x``'s dtype, and only then multiplied. The usual order, which rounds ``x /
+rms(x)`` first, gives other values in half precision, so upstream's norms cannot stand in. Both
+faces round at the same three places (scale, product, rotation); what is left between them is the
+order of the sum of squares.
 """
 
 import torch
 import triton
 import triton.language as tl
-
 from sglang.kernels.ops.speculative.flashmap.rope import apply_rope_torch, load_rope
 from sglang.srt.utils.custom_op import register_custom_op
 
@@ -43,8 +43,8 @@ def norm_rotate(
 ):
     """Rows ``x (ROWS, BLOCK_D)`` in float32, zero past ``D``, normed and rotated.
 
-    ``cos`` and ``sin`` are ``(ROWS or 1, BLOCK_D / 2)``. Returns the even and the odd channels, each
-    ``(ROWS, BLOCK_D / 2)``, rounded to ``DTYPE``.
+    ``cos`` and ``sin`` are ``(ROWS or 1, BLOCK_D / 2)``. Returns the even and the odd channels,
+    each ``(ROWS, BLOCK_D / 2)``, rounded to ``DTYPE``.
     """
     inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
     scale = (weight[None, :] * inverse_rms[:, None]).to(DTYPE).to(tl.float32)

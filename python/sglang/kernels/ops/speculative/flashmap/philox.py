@@ -1,10 +1,12 @@
-"""Counter-based random bits: Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+"""Counter-based random bits: Philox-4x32-10.
 
-A draw is a function of a 64-bit key and a 128-bit counter and of nothing else, so a request draws the same numbers
-alone or in any batch, in the kernel or in the reference. The drafter's layout:
+The generator is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
+A draw is a function of a 64-bit key and a 128-bit counter and of nothing else, so a request draws
+the same numbers alone or in any batch, in the kernel or in the reference. The drafter's layout:
 
 - key: the request's seed, low word first;
-- counter word 0: the element's index divided by four; its remainder picks one of the four output words;
+- counter word 0: the element's index divided by four; the remainder picks one of the four output
+  words;
 - counter word 1: the stream, which keeps users of one seed apart (``SAMPLER_STREAM``);
 - counter words 2 and 3: the offset (which step and slot the draw is for), low word first.
 

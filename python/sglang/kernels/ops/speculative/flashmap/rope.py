@@ -1,11 +1,13 @@
 """Rotary positions on interleaved channel pairs.
 
-``rope_table`` holds, for every row and pair ``i``, the cosine and sine of ``position * theta**(-2i / head_dim)``.
-The table is made once a draft step and every layer's queries and keys are rotated by it: the pair ``(x[2i], x[2i+1])``
-becomes ``(x[2i] cos - x[2i+1] sin, x[2i+1] cos + x[2i] sin)``, in float32.
+``rope_table`` holds, for every row and pair ``i``, the cosine and sine of ``position * theta**(-2i
+/ head_dim)``. The table is made once a draft step and every layer's queries and keys are rotated by
+it: the pair ``(x[2i], x[2i+1])`` becomes ``(x[2i] cos - x[2i+1] sin, x[2i+1] cos + x[2i] sin)``, in
+float32.
 
-The reference evaluates the angle in float32 as the drafter's training code does. A float32 power differs by an ulp or
-two between libraries, so the kernel takes it in float64 and rounds it once: it sits within those ulps of any of them.
+The reference evaluates the angle in float32 as the drafter's training code does. A float32 power
+differs by an ulp or two between libraries, so the kernel takes it in float64 and rounds it once: it
+sits within those ulps of any of them.
 """
 
 import math
@@ -13,7 +15,6 @@ import math
 import torch
 import triton
 import triton.language as tl
-
 from sglang.srt.utils.custom_op import register_custom_op
 
 _BLOCK_ROWS = 16
@@ -27,7 +28,7 @@ def rope_table_torch(positions: torch.Tensor, head_dim: int, theta: float) -> to
 
 
 def apply_rope_torch(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """``x (T, heads, D)`` with every channel pair rotated by ``rope (T, D / 2, 2)``, in ``x``'s dtype."""
+    """``x (T, heads, D)`` with its pairs rotated by ``rope (T, D / 2, 2)``, in its dtype."""
     cos, sin = rope[:, None].unbind(-1)
     even, odd = x.float()[..., 0::2], x.float()[..., 1::2]
     rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
@@ -36,7 +37,7 @@ def apply_rope_torch(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def load_rope(table_ptr, row, mask, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """``cos, sin (ROWS, BLOCK_D / 2)`` of the table's rows ``row (ROWS,)``; 0 where ``mask (ROWS,)`` is false."""
+    """``cos, sin (ROWS, BLOCK_D / 2)`` of the table's rows ``row (ROWS,)``, 0 outside ``mask``."""
     d = tl.arange(0, BLOCK_D)
     mask = mask[:, None] & (d < D)[None, :]
     table = tl.load(table_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)
@@ -105,7 +106,7 @@ def rope_table(positions: torch.Tensor, head_dim: int, theta: float) -> torch.Te
         theta: the rotary base.
 
     Returns:
-        ``[..., 0]`` the cosines and ``[..., 1]`` the sines of ``position * theta**(-2i / head_dim)``.
+        ``[..., 0]`` the cosines, ``[..., 1]`` the sines of ``position * theta**(-2i / head_dim)``.
     """
     implementation = _rope_table_op if positions.is_cuda else rope_table_torch
     return implementation(positions, head_dim, theta)

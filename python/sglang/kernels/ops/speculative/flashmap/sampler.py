@@ -1,20 +1,22 @@
 """Draws one token a row from draft logits, in one pass over the vocabulary.
 
-A row with temperature 0 takes its first maximum. Any other row adds Gumbel noise to ``logits / temperature`` and takes
-the maximum, which is an exact draw from the softmax (the Gumbel-max identity). The noise comes from
-:mod:`.philox` keyed by the row's seed, offset and column, so there is no noise buffer and a row's draw does not depend
-on the batch around it.
+A row with temperature 0 takes its first maximum. Any other row adds Gumbel noise to ``logits /
+temperature`` and takes the maximum, which is an exact draw from the softmax (the Gumbel-max
+identity). The noise comes from :mod:`.philox` keyed by the row's seed, offset and column, so there
+is no noise buffer and a row's draw does not depend on the batch around it.
 
-The noise is ``-log(E)`` with ``E = -log(1 - v)`` exponential and ``v = (word + 1/2) / 2**32``. What decides a draw are
-the smallest ``E``; for them ``1 - v`` would lose the low bits of ``v`` in float32, so ``E`` is a series there:
-``v (1 + v / 2 + v**2 / 3)`` below ``2**-8``, off by less than ``v**3 / 4 < 2**-26`` of it. Columns of probability down
-to about ``2**-32`` are thus drawn as often as they should be.
+The noise is ``-log(E)`` with ``E = -log(1 - v)`` exponential and ``v = (word + 1/2) / 2**32``. What
+decides a draw are the smallest ``E``; for them ``1 - v`` would lose the low bits of ``v`` in
+float32, so ``E`` is a series there: ``v (1 + v / 2 + v**2 / 3)`` below ``2**-8``, off by less than
+``v**3 / 4 < 2**-26`` of it. Columns of probability down to about ``2**-32`` are thus drawn as often
+as they should be.
 
-``v >= 2**-33`` bounds the noise by 22.9. A tile of columns whose largest logit is more than that below the best key so
-far cannot win, and the kernel skips its noise. This changes no draw. Draft vocabularies are ranked by frequency and
-draft distributions are peaked, so most tiles are skipped.
+``v >= 2**-33`` bounds the noise by 22.9. A tile of columns whose largest logit is more than that
+below the best key so far cannot win, and the kernel skips its noise. This changes no draw. Draft
+vocabularies are ranked by frequency and draft distributions are peaked, so most tiles are skipped.
 
-The vocabulary is split over programs when there are few rows, and a second kernel picks the best split.
+The vocabulary is split over programs when there are few rows, and a second kernel picks the best
+split.
 """
 
 from typing import Optional
@@ -22,7 +24,6 @@ from typing import Optional
 import torch
 import triton
 import triton.language as tl
-
 from sglang.kernels.ops.speculative.flashmap.device import sm_count
 from sglang.kernels.ops.speculative.flashmap.philox import SAMPLER_STREAM, philox_torch
 from sglang.srt.utils.custom_op import register_custom_op
@@ -35,10 +36,12 @@ _MAX_NOISE = 22.9
 _REFERENCE_COLUMNS = 1 << 21
 
 
-def gumbel_noise_torch(seeds: torch.Tensor, offsets: torch.Tensor, columns: int) -> torch.Tensor:
-    """The sampler's noise ``(R, columns)`` in float32 for rows ``seeds (R,)``, ``offsets (R,)``, both int64."""
+def gumbel_noise_torch(
+    seeds: torch.Tensor, offsets: torch.Tensor, columns: int, stream: int = SAMPLER_STREAM
+) -> torch.Tensor:
+    """The sampler's float32 noise ``(R, columns)`` of int64 ``seeds (R,)`` and ``offsets (R,)``."""
     quads = torch.arange((columns + 3) // 4, device=seeds.device)
-    words = philox_torch(seeds[:, None], offsets[:, None], quads, SAMPLER_STREAM)
+    words = philox_torch(seeds[:, None], offsets[:, None], quads, stream)
     v = words.flatten(1)[:, :columns].float() * 2.0**-32 + 2.0**-33
     series = v * (1 + v * (0.5 + v * (1 / 3)))
     return -torch.where(v < _SERIES_BELOW, series, -torch.log(1 - v)).log()
@@ -50,28 +53,27 @@ def sample_draft_torch(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     offsets: torch.Tensor,
+    stream: int = SAMPLER_STREAM,
 ) -> torch.Tensor:
     """Reference of :func:`sample_draft`."""
     rows, vocab = logits.shape
     columns = logits.float().argmax(dim=1)
     sampled = temperatures.nonzero().squeeze(1)
     for part in sampled.split(max(_REFERENCE_COLUMNS // vocab, 1)):
-        noise = gumbel_noise_torch(seeds[part], offsets[part], vocab)
+        noise = gumbel_noise_torch(seeds[part], offsets[part], vocab, stream)
         keys = logits[part].float() * (1 / temperatures[part])[:, None] + noise
         columns[part] = keys.argmax(dim=1)
     return columns if ids is None else ids[columns]
 
 
 @triton.jit
-def _gumbel_noise(
-    seed, offset, first, STREAM: tl.constexpr, SERIES_BELOW: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gumbel_noise(seed, offset, first, stream, SERIES_BELOW: tl.constexpr, BLOCK: tl.constexpr):
     """The noise of columns ``first .. first + BLOCK``; both are multiples of 4."""
     quad = first // 4 + tl.arange(0, BLOCK // 4)
     zero = quad * 0
     offset_low = zero + (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
     offset_high = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    w0, w1, w2, w3 = tl.philox(seed, quad, zero + STREAM, offset_low, offset_high)
+    w0, w1, w2, w3 = tl.philox(seed, quad, zero + stream, offset_low, offset_high)
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
     v = words.to(tl.float32) * 2.0**-32 + 2.0**-33
     series = v * (1 + v * (0.5 + v * (1 / 3)))
@@ -90,9 +92,9 @@ def _sample_kernel(
     stride,
     vocab,
     share,
+    stream,
     HAS_IDS: tl.constexpr,
     SPLITS: tl.constexpr,
-    STREAM: tl.constexpr,
     SERIES_BELOW: tl.constexpr,
     MAX_NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,7 +119,7 @@ def _sample_kernel(
         top = tl.max(key, 0)
         if top + reach > best:
             if temperature != 0:
-                key += _gumbel_noise(seed, offset, first, STREAM, SERIES_BELOW, BLOCK)
+                key += _gumbel_noise(seed, offset, first, stream, SERIES_BELOW, BLOCK)
                 top = tl.max(key, 0)
             if top > best:
                 best = top
@@ -160,6 +162,7 @@ def sample_draft_triton(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     offsets: torch.Tensor,
+    stream: int = SAMPLER_STREAM,
     splits: Optional[int] = None,
 ) -> torch.Tensor:
     """Launcher of :func:`sample_draft`; ``splits`` overrides the number of vocabulary splits."""
@@ -195,9 +198,9 @@ def sample_draft_triton(
         logits.stride(0),
         vocab,
         share,
+        stream,
         HAS_IDS=ids is not None,
         SPLITS=splits,
-        STREAM=SAMPLER_STREAM,
         SERIES_BELOW=_SERIES_BELOW,
         MAX_NOISE=_MAX_NOISE,
         BLOCK=_BLOCK,
@@ -223,6 +226,7 @@ def _fake_sample_draft(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     offsets: torch.Tensor,
+    stream: int = SAMPLER_STREAM,
     splits: Optional[int] = None,
 ) -> torch.Tensor:
     return torch.empty((logits.shape[0],), dtype=torch.int64, device=logits.device)
@@ -242,19 +246,23 @@ def sample_draft(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     offsets: torch.Tensor,
+    stream: int = SAMPLER_STREAM,
 ) -> torch.Tensor:
-    """One token a row: the first maximum at temperature 0, else a draw from ``softmax(logits / temperature)``.
+    """One token a row: a draw from ``softmax(logits / temperature)``, or the first maximum.
 
     Args:
-        logits: ``(R, V)``, any float dtype; columns are contiguous. A column at -inf is never drawn.
-        ids: ``(V,)`` int64, the token id of each column of a restricted vocabulary; None when they coincide.
-        temperatures: ``(R,)`` float32, 0 or positive.
+        logits: ``(R, V)``, any float dtype; columns are contiguous. A column at -inf is
+            never drawn.
+        ids: ``(V,)`` int64, the token id of each column of a restricted vocabulary; None when
+            they coincide.
+        temperatures: ``(R,)`` float32; positive, or 0 for the first maximum.
         seeds: ``(R,)`` int64, each row's request seed.
-        offsets: ``(R,)`` int64; rows of one seed need different offsets, and so do successive steps. Equal
-            ``(seed, offset)`` give equal noise.
+        offsets: ``(R,)`` int64; rows of one seed need different offsets, and so do successive
+            steps. Equal ``(seed, offset, stream)`` give equal noise.
+        stream: keeps the draws of different uses of one seed apart; see :mod:`.philox`.
 
     Returns:
         ``(R,)`` int64 token ids.
     """
     implementation = _sample_draft_op if logits.is_cuda else sample_draft_torch
-    return implementation(logits, ids, temperatures, seeds, offsets)
+    return implementation(logits, ids, temperatures, seeds, offsets, stream)

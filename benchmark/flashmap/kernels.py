@@ -1,0 +1,201 @@
+"""Times the FlashMap draft's kernels on one GPU, each beside its torch reference.
+
+`python benchmark/flashmap/kernels.py --batch 1 16 64`. A kernel's time is that of CUDA graph
+replays between two CUDA events, with data left in the L2 cache as in a draft step; a reference that
+reads the device on the host cannot be captured and is timed eagerly (marked `*`). GB/s counts every
+input and output once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from sglang.kernels.ops.speculative.flashmap.adaln import adaln, adaln_torch
+from sglang.kernels.ops.speculative.flashmap.block_attention import (
+    block_self_attention,
+    block_self_attention_torch,
+)
+from sglang.kernels.ops.speculative.flashmap.context_kv import (
+    write_context_kv,
+    write_context_kv_torch,
+)
+from sglang.kernels.ops.speculative.flashmap.cross_attention import (
+    paged_cross_attention,
+    paged_cross_attention_torch,
+)
+from sglang.kernels.ops.speculative.flashmap.norm import (
+    rms_norm,
+    rms_norm_rope,
+    rms_norm_rope_torch,
+    rms_norm_torch,
+)
+from sglang.kernels.ops.speculative.flashmap.rope import rope_table, rope_table_torch
+from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft, sample_draft_torch
+
+# The draft of Qwen3-8B.
+LAYERS, DIM, HEADS, HEAD_DIM, SLOTS, VOCAB = 6, 2048, 16, 128, 16, 32768
+EPS, THETA = 1e-6, 10_000.0
+VERIFY_WIDTH, COMMITTED = 17, 4
+REPLAYS = 50
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    bytes: int
+    kernel: Callable[[], object]
+    reference: Callable[[], object]
+    reference_is_capturable: bool = True
+
+
+def size(*tensors: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Iterator[Row]:
+    """The ops of one draft step: `batch` requests of `candidates` blocks over `context` rows."""
+    options = dict(dtype=dtype, device="cuda")
+    blocks = batch * candidates
+    tokens = blocks * SLOTS
+    positions = torch.arange(tokens, device="cuda")
+    table = rope_table(positions, HEAD_DIM, THETA)
+    yield Row(
+        "rope_table",
+        size(positions, table),
+        lambda: rope_table(positions, HEAD_DIM, THETA),
+        lambda: rope_table_torch(positions, HEAD_DIM, THETA),
+    )
+    x, branch = torch.randn(2, tokens, DIM, **options)
+    gate, scale1, shift = torch.randn(3, DIM, **options)
+    yield Row(
+        "rms_norm",
+        2 * size(x),
+        lambda: rms_norm(x, gate, EPS),
+        lambda: rms_norm_torch(x, gate, EPS),
+    )
+    args = (x, branch, gate, scale1, shift, EPS)
+    yield Row("adaln", 4 * size(x), lambda: adaln(*args), lambda: adaln_torch(*args))
+
+    weight = torch.rand(HEAD_DIM, **options)
+    qkv = torch.randn(blocks, SLOTS, 3 * DIM, **options)
+    args_self = (qkv, weight, weight, table, EPS, HEADS)
+    yield Row(
+        "block_self_attention",
+        size(qkv, x, table),
+        lambda: block_self_attention(*args_self),
+        lambda: block_self_attention_torch(*args_self),
+    )
+    heads = x.view(tokens, HEADS, HEAD_DIM)
+    yield Row(
+        "rms_norm_rope",
+        size(x, x, table),
+        lambda: rms_norm_rope(heads, weight, table, EPS),
+        lambda: rms_norm_rope_torch(heads, weight, table, EPS),
+    )
+
+    pool_slots = batch * context
+    req_to_token = torch.randperm(pool_slots, device="cuda").int().view(batch, context)
+    requests = torch.arange(batch, device="cuda")
+    lens = torch.full((batch,), context, device="cuda")
+    q = torch.randn(batch, candidates * SLOTS, HEADS, HEAD_DIM, **options)
+    window = batch * VERIFY_WIDTH
+    kv = torch.randn(window, LAYERS, 2, HEADS, HEAD_DIM, **options)
+    weights = torch.rand(LAYERS, HEAD_DIM, **options)
+    window_table = rope_table(torch.arange(window, device="cuda"), HEAD_DIM, THETA)
+    slots = torch.randperm(max(pool_slots, window), device="cuda")[:window] % pool_slots
+    commit_lens = torch.full((batch,), COMMITTED, dtype=torch.int32, device="cuda")
+    for suffix, pool_dtype in (("", dtype), (" fp8", torch.float8_e4m3fn)):
+        if pool_dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
+            continue
+        keys, values = (
+            [
+                torch.randn(pool_slots, HEADS, HEAD_DIM, **options).to(pool_dtype)
+                for _ in range(LAYERS)
+            ]
+            for _ in range(2)
+        )
+        args_cross = (q, keys[0], values[0], req_to_token, requests, lens)
+        yield Row(
+            f"paged_cross_attention{suffix}",
+            size(q, q, keys[0], values[0], req_to_token),
+            lambda args=args_cross: paged_cross_attention(*args),
+            lambda args=args_cross: paged_cross_attention_torch(*args),
+            reference_is_capturable=False,
+        )
+        args_write = (kv, weights, window_table, slots, keys, values, EPS, commit_lens)
+        written = batch * COMMITTED * LAYERS * 2 * DIM
+        yield Row(
+            f"write_context_kv{suffix}",
+            written * (dtype.itemsize + pool_dtype.itemsize),
+            lambda args=args_write: write_context_kv(*args),
+            lambda args=args_write: write_context_kv_torch(*args),
+            reference_is_capturable=False,
+        )
+
+    logits = 3 * torch.randn(tokens, VOCAB, **options)
+    ids = torch.randperm(VOCAB, device="cuda")
+    seeds = torch.arange(tokens, device="cuda")
+    for temperature in (0.0, 1.0):
+        temperatures = torch.full((tokens,), temperature, device="cuda")
+        args_sample = (logits, ids, temperatures, seeds, seeds)
+        yield Row(
+            f"sample_draft T={temperature:g}",
+            size(logits),
+            lambda args=args_sample: sample_draft(*args),
+            lambda args=args_sample: sample_draft_torch(*args),
+            reference_is_capturable=False,
+        )
+
+
+def microseconds(call: Callable[[], object], capture: bool) -> float:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    replay = call
+    if capture:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(REPLAYS):
+                call()
+        replay = graph.replay
+    repeats = 5 if capture else 10
+    replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1000 / (repeats * (REPLAYS if capture else 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--candidates", type=int, default=8, help="draft blocks per request")
+    parser.add_argument("--context", type=int, default=1024, help="context rows per request")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--no-reference", action="store_true", help="time the kernels only")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("the kernels need an NVIDIA GPU and none is visible")
+    setting = f"{args.dtype}, {args.candidates} candidates, context {args.context}"
+    print(f"{torch.cuda.get_device_name()}, {setting}")
+    print(f"{'op':26}{'batch':>6}{'MB':>9}{'us':>9}{'GB/s':>8}{'torch us':>11}")
+    with torch.inference_mode():
+        for batch in args.batch:
+            for row in rows(batch, args.candidates, args.context, getattr(torch, args.dtype)):
+                time = microseconds(row.kernel, capture=True)
+                rate = row.bytes / time / 1e3
+                line = f"{row.name:26}{batch:6}{row.bytes / 1e6:9.2f}{time:9.1f}{rate:8.0f}"
+                if not args.no_reference:
+                    reference = microseconds(row.reference, row.reference_is_capturable)
+                    line += f"{reference:10.1f}{' ' if row.reference_is_capturable else '*'}"
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

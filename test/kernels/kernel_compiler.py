@@ -1,0 +1,91 @@
+"""Compiles every kernel for a GPU that need not be there; ``python kernel_compiler.py ARCH DTYPE``
+prints one line each.
+
+The interpreter runs what the compiler may refuse (types that differ between branches, shapes that
+are no powers of 2). A stand-in for Triton's driver names the target, and launching a kernel
+compiles it instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from sglang.kernels.ops.speculative.flashmap import (
+    adaln,
+    block_attention,
+    context_kv,
+    cross_attention,
+    norm,
+    rope,
+    sampler,
+)
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+ROWS, DIM, HEADS, KV_HEADS, HEAD_DIM = 8, 200, 4, 2, 96
+
+
+class Target:
+    """The part of a Triton driver that compiling asks for."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(kernel: JITFunction, grid: tuple) -> Any:
+    def launch(*args: Any, **kwargs: Any) -> None:
+        print(kernel.__name__, kernel.warmup(*args, grid=grid, **kwargs).metadata.shared)
+
+    return launch
+
+
+def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> None:
+    longs = torch.zeros(ROWS, dtype=torch.int64)
+    ints = longs.int()
+    rope_table = rope.rope_table_triton(longs, HEAD_DIM, 10_000.0)
+    x, weight = torch.zeros(ROWS, DIM, dtype=dtype), torch.zeros(DIM, dtype=dtype)
+    heads, head_weight = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM)
+    norm.rms_norm_triton(x, weight, 1e-6)
+    norm.rms_norm_rope_triton(heads, head_weight, rope_table, 1e-6)
+    adaln.adaln_triton(x, x, weight, weight, weight, 1e-6)
+    adaln.adaln_triton(x, None, None, weight, weight, 1e-6)
+    qkv = torch.zeros(1, ROWS, (HEADS + 2 * KV_HEADS) * HEAD_DIM, dtype=dtype)
+    block_attention.block_self_attention_triton(
+        qkv, head_weight, head_weight, rope_table, 1e-6, HEADS
+    )
+    kv = torch.zeros(ROWS, 1, 2, KV_HEADS, HEAD_DIM, dtype=dtype)
+    for pool_dtype in pool_dtypes:
+        pool = torch.zeros(9, KV_HEADS, HEAD_DIM).to(pool_dtype)
+        context_kv.write_context_kv_triton(
+            kv, head_weight[None], rope_table, longs, [pool], [pool], 1e-6, ints[:2]
+        )
+        shapes = ((8, 1), (40, 4), (128, 1)) if pool_dtype == dtype else ((128, 1),)
+        for queries, splits in shapes:
+            q = torch.zeros(ROWS, queries, HEADS, HEAD_DIM, dtype=dtype)
+            table = torch.zeros(ROWS, 64, dtype=torch.int32)
+            cross_attention.paged_cross_attention_triton(
+                q, pool, pool, table, longs, longs, splits=splits
+            )
+    logits = torch.zeros(ROWS, 5000, dtype=dtype)
+    ids = torch.zeros(5000, dtype=torch.int64)
+    for splits in (1, 2):
+        sampler.sample_draft_triton(logits, ids, torch.zeros(ROWS), longs, longs, splits=splits)
+
+
+if __name__ == "__main__":
+    arch, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+    driver.set_active(Target(arch))
+    JITFunction.__getitem__ = compile_only
+    launch_everything(dtype, [dtype, *([torch.float8_e4m3fn] if arch >= 89 else [])])

@@ -1,0 +1,84 @@
+"""What torch.compile and the registry see: fake implementations and kernel specs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.kernels.ops.speculative.flashmap import (
+    adaln,
+    block_attention,
+    context_kv,
+    cross_attention,
+    norm,
+    rope,
+    sampler,
+)
+from sglang.kernels.registry import registry
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_"))
+
+
+def test_all_ops_are_registered() -> None:
+    assert len(OPS) == 10
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_registered_targets_load(op: str) -> None:
+    specs = registry.get(op)
+    assert {spec.backend.value for spec in specs} == {"torch", "triton"}
+    for spec in specs:
+        assert callable(spec.load())
+    assert hasattr(torch.ops.sglang, op.removeprefix("speculative."))
+
+
+def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
+    rows, heads, kv_heads, head_dim, dim, layers = 6, 4, 2, 8, 12, 2
+    results = {}
+    for device in ("cpu", "cuda"):
+        with FakeTensorMode():
+
+            def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+                return torch.empty(*shape, dtype=dtype, device=device)  # noqa: B023
+
+            longs = new(rows, dtype=torch.int64)
+            table = new(rows, head_dim // 2, 2, dtype=torch.float32)
+            pool = [new(9, kv_heads, head_dim) for _ in range(layers)]
+            x, weight, head_weight = new(rows, dim), new(dim), new(head_dim)
+            heads_x = new(rows, heads, head_dim)
+            qkv = new(2, rows // 2, (heads + 2 * kv_heads) * head_dim)
+            outputs = [
+                rope.rope_table(longs, head_dim, 1e4),
+                norm.rms_norm(x, weight, 1e-6),
+                norm.rms_norm_rope(heads_x, head_weight, table, 1e-6),
+                *adaln.adaln(x, x, weight, weight, weight, 1e-6),
+                *adaln.adaln(x, None, None, weight, weight, 1e-6),
+                block_attention.block_self_attention(
+                    qkv, head_weight, head_weight, table, 1e-6, heads
+                ),
+            ]
+            if device == "cuda":
+                # Their references read lengths and temperatures on the host.
+                outputs.append(
+                    cross_attention.paged_cross_attention(
+                        heads_x[:, None],
+                        pool[0],
+                        pool[0],
+                        new(9, 5, dtype=torch.int32),
+                        longs,
+                        longs,
+                    )
+                )
+                assert outputs[-1].shape == (rows, 1, heads, head_dim)
+                outputs.append(
+                    sampler.sample_draft(x, None, new(rows, dtype=torch.float32), longs, longs)
+                )
+                assert outputs[-1].shape == (rows,) and outputs[-1].dtype == torch.int64
+                kv = new(rows, layers, 2, kv_heads, head_dim)
+                weights = new(layers, head_dim)
+                assert (
+                    context_kv.write_context_kv(kv, weights, table, longs, pool, pool, 1e-6) is None
+                )
+            assert all(out.device.type == device for out in outputs)
+            results[device] = [(out.shape, out.dtype) for out in outputs[:8]]
+    assert results["cuda"] == results["cpu"]
