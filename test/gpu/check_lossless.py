@@ -1,11 +1,14 @@
-"""On one NVIDIA GPU: greedy float32 text with FLASHMAP equals text without, batched, with CUDA graphs.
+"""On one NVIDIA GPU: greedy text with FLASHMAP equals text without, up to near-ties of bfloat16.
 
-    python test/gpu/check_lossless.py [--attention-backend triton]
+    python test/gpu/check_lossless.py --attention-backend fa3
 
-Not collected by pytest: it starts three engines and needs a GPU. A random Llama of a few layers and
-an untrained draft are made in a temporary folder; prompts are random token ids, in batches whose
-sizes pad the captured graphs, greedy and sampled requests mixed. Also printed: sampled requests
-with seeds alone and in a batch, and the number of first divergences in bfloat16.
+Not collected by pytest: it starts two engines and needs a GPU. A random Llama of a few layers and an
+untrained draft are made in a temporary folder; prompts are random token ids, longer than a prefill
+chunk or not, in batches whose sizes pad the captured graphs. A verify forward has other GEMM shapes
+than a decode step, so in bfloat16 two tokens whose logits nearly tie may swap: every first
+divergence is printed with the plain run's gap between its two best tokens, and a gap above
+``--max-gap`` fails. (Upstream's CUDA norms have no float32; the exact check runs on the CPU.)
+Seeded sampled requests must be the same alone and in a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def write_models(folder: Path) -> tuple[str, str]:
         num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=4096,
-        initializer_range=0.05,
+        initializer_range=0.02,
         tie_word_embeddings=False,
     )
     target, draft = folder / "target", folder / "draft"
@@ -66,67 +69,93 @@ def write_models(folder: Path) -> tuple[str, str]:
     return str(target), str(draft)
 
 
-def generate(model: str, draft: str | None, prompts, params, options, **more) -> list[dict]:
+def generate(model: str, draft: str | None, prompts, options) -> list[dict]:
+    """Outputs of every prompt, batch by batch; a drafting engine also runs the seeded requests."""
     import sglang
 
     arguments = dict(
         model_path=model,
         skip_tokenizer_init=True,
+        dtype="bfloat16",
         attention_backend=options.attention_backend,
+        page_size=options.page_size,
         sampling_backend="pytorch",
         cuda_graph_bs_decode=[1, 4, 8, 16],
         disable_prefill_cuda_graph=True,
         mem_fraction_static=0.3,
         log_level="warning",
         chunked_prefill_size=256,
-        **more,
     )
     if draft is not None:
         arguments |= dict(speculative_algorithm="FLASHMAP", speculative_draft_model_path=draft)
     engine = sglang.Engine(**arguments)
-    outputs = [engine.generate(input_ids=batch, sampling_params=params) for batch in prompts]
-    alone = engine.generate(
-        input_ids=prompts[0][0],
-        sampling_params=dict(temperature=1.0, sampling_seed=7, max_new_tokens=48, ignore_eos=True),
-    )
-    crowd = engine.generate(
-        input_ids=prompts[0],
-        sampling_params=[
-            dict(temperature=1.0 if i < 3 else 0.0, sampling_seed=7 + i, max_new_tokens=48, ignore_eos=True)
-            for i in range(len(prompts[0]))
-        ],
-    )
-    engine.shutdown()
-    flat = [o for batch in outputs for o in (batch if isinstance(batch, list) else [batch])]
+    params = dict(temperature=0.0, max_new_tokens=96, ignore_eos=True)
+    outputs = []
+    for batch in prompts:
+        outputs += engine.generate(
+            input_ids=batch, sampling_params=params, return_logprob=True, top_logprobs_num=2
+        )
     if draft is not None:
-        same = alone["output_ids"] == crowd[0]["output_ids"]
-        lengths = [o["meta_info"].get("spec_accept_length") for o in flat]
-        print(f"seeded request alone and in a batch equal: {same}; accept lengths {lengths[:4]}")
-    return flat
+        check_seeds(engine, prompts[0])
+    engine.shutdown()
+    return outputs
+
+
+def check_seeds(engine, prompts: list[list[int]]) -> None:
+    def seeded(seed: int, temperature: float = 1.0) -> dict:
+        return dict(
+            temperature=temperature, sampling_seed=seed, max_new_tokens=24, ignore_eos=True
+        )
+
+    alone = engine.generate(input_ids=prompts[0], sampling_params=seeded(7))
+    again = engine.generate(input_ids=prompts[0], sampling_params=seeded(7))
+    crowd = engine.generate(
+        input_ids=prompts,
+        sampling_params=[seeded(7 + i, 0.0 if i > 2 else 1.0) for i in range(len(prompts))],
+    )
+    print(
+        "seeded request: repeated "
+        f"{'equal' if alone['output_ids'] == again['output_ids'] else 'DIFFERENT'}, in a batch "
+        f"{'equal' if alone['output_ids'] == crowd[0]['output_ids'] else 'different (bfloat16)'}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--attention-backend", default="triton")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--max-gap", type=float, default=0.02)
     options = parser.parse_args()
     rng = random.Random(0)
     prompts = [
         [[rng.randrange(5, 4000) for _ in range(rng.randrange(3, 600))] for _ in range(size)]
         for size in (5, 16, 1, 11)
     ]
-    params = dict(temperature=0.0, max_new_tokens=96, ignore_eos=True)
-    failed = False
     with tempfile.TemporaryDirectory() as folder:
         model, draft = write_models(Path(folder))
-        for dtype in ("float32", "bfloat16"):
-            if dtype == "float32" and options.attention_backend == "fa3":
-                continue  # FlashAttention 3 has no float32
-            plain = generate(model, None, prompts, params, options, dtype=dtype)
-            drafted = generate(model, draft, prompts, params, options, dtype=dtype)
-            equal = sum(a["output_ids"] == b["output_ids"] for a, b in zip(plain, drafted))
-            print(f"{options.attention_backend} {dtype}: {equal} of {len(plain)} texts equal", flush=True)
-            failed |= dtype == "float32" and equal != len(plain)
-    raise SystemExit(1 if failed else 0)
+        plain = generate(model, None, prompts, options)
+        drafted = generate(model, draft, prompts, options)
+    gaps, worst_logprob = [], 0.0
+    for a, b in zip(plain, drafted):
+        pairs = list(zip(a["output_ids"], b["output_ids"]))
+        first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        agreed = len(pairs) if first is None else first
+        for side_a, side_b in zip(
+            a["meta_info"]["output_token_logprobs"][:agreed],
+            b["meta_info"]["output_token_logprobs"][:agreed],
+        ):
+            worst_logprob = max(worst_logprob, abs(side_a[0] - side_b[0]))
+        if first is not None:
+            best, second = a["meta_info"]["output_top_logprobs"][first][:2]
+            gaps.append(best[0] - second[0])
+    accept = [o["meta_info"]["spec_accept_length"] for o in drafted]
+    print(
+        f"{options.attention_backend}, page size {options.page_size}: "
+        f"{len(plain) - len(gaps)} of {len(plain)} texts equal, gaps at first divergences "
+        f"{[round(g, 4) for g in gaps]}, largest logprob difference {worst_logprob:.4f}, "
+        f"mean accept length {sum(accept) / len(accept):.3f}"
+    )
+    raise SystemExit(1 if any(gap > options.max_gap for gap in gaps) else 0)
 
 
 if __name__ == "__main__":

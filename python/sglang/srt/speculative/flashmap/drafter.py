@@ -147,6 +147,10 @@ class Drafter:
             tokens.view(size, slots), logits.view(size, slots, -1), from_graph=False
         )
 
+    def replay(self, size: int) -> None:
+        """Replay the graph of ``size`` requests on the inputs of the last draft (for benchmarks)."""
+        self._graphs[size][0].replay()
+
     # --- CUDA graphs -----------------------------------------------------------------------
 
     @torch.inference_mode()

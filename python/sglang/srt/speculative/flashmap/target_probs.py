@@ -18,21 +18,27 @@ def filter_mask(
     top_ks: torch.Tensor | None,
     top_ps: torch.Tensor | None,
     min_ps: torch.Tensor | None,
+    max_top_k: int | None = None,
 ) -> torch.Tensor | None:
     """Tokens that survive the filters: bool like ``probs (R, V)``; filters are ``(R,)`` or None.
 
-    Ties at the top-k or top-p edge are broken by the sort order, as in the normal sampler.
+    ``max_top_k`` is a bound on every row's top-k, if all have one: only so many tokens are ranked
+    then, which is exact, because top-k cuts all later ranks anyway. Ties at the top-k or top-p edge
+    are broken by the sort order, as in the normal sampler.
     """
     keep = None
     if top_ks is not None or top_ps is not None:
-        ranked, order = probs.sort(dim=-1, descending=True)
+        if top_ks is not None and max_top_k is not None and max_top_k < probs.shape[-1]:
+            ranked, order = probs.topk(max_top_k, dim=-1)
+        else:
+            ranked, order = probs.sort(dim=-1, descending=True)
         kept = torch.ones_like(ranked, dtype=torch.bool)
         if top_ks is not None:
-            ranks = torch.arange(probs.shape[-1], device=probs.device)
+            ranks = torch.arange(ranked.shape[-1], device=probs.device)
             kept &= ranks < top_ks[:, None]
         if top_ps is not None:
             kept &= (ranked.cumsum(dim=-1) - ranked) <= top_ps[:, None]
-        keep = torch.zeros_like(kept).scatter_(1, order, kept)
+        keep = torch.zeros_like(probs, dtype=torch.bool).scatter_(1, order, kept)
     if min_ps is not None:
         above = probs >= probs.amax(dim=-1, keepdim=True) * min_ps[:, None]
         keep = above if keep is None else keep & above
@@ -58,6 +64,7 @@ def target_probs(logits: torch.Tensor, sampling_info, width: int) -> torch.Tenso
         top_ks=per_row(sampling_info.top_ks) if sampling_info.need_top_k_sampling else None,
         top_ps=per_row(sampling_info.top_ps) if sampling_info.need_top_p_sampling else None,
         min_ps=per_row(sampling_info.min_ps) if sampling_info.need_min_p_sampling else None,
+        max_top_k=sampling_info.max_top_k,
     )
     if keep is not None:
         probs = probs.masked_fill(~keep, 0.0)

@@ -1,0 +1,179 @@
+"""Time of one draft alone, at Qwen3-8B shapes, against the bytes it must read.
+
+    python benchmark/flashmap/draft_step.py --out out/draft_step.json
+
+The drafter of a server is built with random weights and captured as a server captures it; a row is
+the median over graph replays timed with CUDA events. Floor: every weight a draft uses and the
+context keys and values of its requests, read once, at this GPU's measured copy bandwidth (weights
+of 0.9 GB do not fit in the cache). Needs one NVIDIA GPU and the installed fork, no model files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from sglang.srt.configs.flashmap import FlashMapConfig
+from sglang.srt.models.flashmap import FlashMapDraftModel
+from sglang.srt.speculative.flashmap.attention import select_context_attention
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.drafter import Drafter, DraftInputs
+from sglang.srt.speculative.flashmap.noise import SeedTable
+
+
+class Pool:
+    """Per-layer buffers as a draft KV pool has them."""
+
+    def __init__(self, slots: int, config: FlashMapConfig, dtype: torch.dtype) -> None:
+        shape = (slots, config.num_key_value_heads, config.head_dim)
+        layers = range(config.num_hidden_layers)
+        self.keys = [torch.randn(shape, device="cuda", dtype=dtype) for _ in layers]
+        self.values = [torch.randn(shape, device="cuda", dtype=dtype) for _ in layers]
+
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        return self.keys[layer]
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        return self.values[layer]
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large device-to-device copy, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / median_ms(lambda: target.copy_(source), 20) * 1e3
+
+
+def median_ms(call, repeats: int) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def build(options: argparse.Namespace) -> tuple[Drafter, FlashMapDraftModel, DraftInputs]:
+    config = FlashMapConfig(draft_vocab_size=options.draft_vocab_size)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = FlashMapDraftModel(config)
+        embedding = torch.randn(config.vocab_size, config.target_hidden_size) * 0.02
+    torch.set_default_dtype(torch.float32)
+    serve = FlashMapServeConfig(
+        block_size=config.block_size,
+        verify_width=config.block_size + 1,
+        grid=tuple(config.grid()),
+        draft_vocab_size=options.draft_vocab_size,
+        block_verification=False,
+    )
+    attention = select_context_attention(
+        "cuda", head_dim=config.head_dim, pool_dtype=torch.bfloat16
+    )
+    if options.attention == "triton":
+        from sglang.srt.speculative.flashmap.attention import ContextAttention
+
+        attention = ContextAttention()
+    model.attach_target(
+        embedding=embedding,
+        lm_head=embedding,
+        lm_head_bias=None,
+        logit_scale=1.0,
+        serve=serve,
+        attention=attention,
+    )
+    most, width = max(options.batch_sizes), max(options.contexts) + 64
+    slots = most * width + 1
+    pool = Pool(slots, config, torch.bfloat16)
+    table = torch.randperm(slots - 1, device="cuda", dtype=torch.int32)[: most * width] + 1
+    req_to_token = table.view(most, width).contiguous()
+    drafter = Drafter(
+        model=model,
+        serve=serve,
+        seed_table=SeedTable(most, "cuda", 0),
+        req_to_token=req_to_token,
+        pool=pool,
+    )
+    drafter.capture(options.batch_sizes, "cuda")
+    inputs = DraftInputs.allocate(most, "cuda")
+    inputs.rows.copy_(torch.arange(most))
+    inputs.anchors.random_(config.vocab_size)
+    inputs.active.fill_(1)
+    inputs.temperatures.fill_(options.temperature)
+    return drafter, model, inputs
+
+
+def weight_bytes(model: FlashMapDraftModel) -> int:
+    """Weights a draft reads: not ``fc`` (context of committed rows) nor what is folded away."""
+    unused = ("fc.", "head.", "time_embed.", "jump_embed.", "adaln.", "state_norm.")
+    used = sum(
+        p.numel() * p.element_size()
+        for name, p in model.named_parameters()
+        if not any(part in name for part in unused)
+    )
+    return used + model.derived_bytes()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 8192])
+    parser.add_argument("--draft-vocab-size", type=int, default=32768)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--attention", choices=("auto", "triton"), default="auto")
+    parser.add_argument("--profile", help="write a torch profiler table of one draft here")
+    options = parser.parse_args()
+    drafter, model, inputs = build(options)
+    config, bandwidth = model.config, copy_bandwidth()
+    weights = weight_bytes(model)
+    print(
+        f"{torch.cuda.get_device_name(0)}, copy {bandwidth / 1e12:.2f} TB/s, draft weights "
+        f"{weights / 1e6:.0f} MB, context attention {model.attention.name}"
+    )
+    print("| requests | context | ms | floor ms | times the floor |\n|---|---|---|---|---|")
+    rows = []
+    for context in options.contexts:
+        for size in options.batch_sizes:
+            inputs.seq_lens.fill_(context)
+            kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
+            floor = (weights + size * context * kv) / bandwidth * 1e3
+            batch = inputs.head(size)
+            drafter.draft(batch)
+            ms = median_ms(lambda: drafter.replay(size), 50)
+            rows.append(dict(requests=size, context=context, ms=ms, floor_ms=floor))
+            print(f"| {size} | {context} | {ms:.3f} | {floor:.3f} | {ms / floor:.2f} |", flush=True)
+    if options.profile:
+        profile(drafter, inputs, options.profile)
+    if options.out:
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.out).write_text(
+            json.dumps(dict(gpu=torch.cuda.get_device_name(0), bandwidth=bandwidth, rows=rows))
+        )
+
+
+def profile(drafter: Drafter, inputs: DraftInputs, path: str) -> None:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    batch = inputs.head(1)
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
+        for _ in range(5):
+            drafter.draft(batch)
+        torch.cuda.synchronize()
+    table = result.key_averages().table(sort_by="cuda_time_total", row_limit=40)
+    Path(path).write_text(table)
+
+
+if __name__ == "__main__":
+    main()
