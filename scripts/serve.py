@@ -8,6 +8,7 @@ all of it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -29,7 +30,7 @@ from fork.checkout import Checkout, here
 from fork.errors import ForkError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PATIENCE_S = 15
+_PATIENCE_S = 10
 
 
 def check_port(host: str, port: int) -> None:
@@ -100,17 +101,34 @@ def announce(url: str, model: str, process: subprocess.Popen) -> None:
     print("Ctrl-C stops the server", flush=True)
 
 
-def stop_group(process: subprocess.Popen) -> None:
-    """Ends every process of the server's group: asks first, then insists."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + _PATIENCE_S
+def alive(group: int) -> bool:
+    """Whether a process of the group still runs; what only waits to be reaped does not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            os.killpg(process.pid, number)
-            while time.monotonic() < deadline:
-                process.poll()
-                os.killpg(process.pid, 0)
-                time.sleep(0.1)
-        except ProcessLookupError:
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            return True
+    return False
+
+
+def stop_group(process: subprocess.Popen) -> None:
+    """Ends every process of the server's group: asks the server, then all, then insists."""
+    group = process.pid
+    for number, ask in (
+        (signal.SIGTERM, os.kill),
+        (signal.SIGTERM, os.killpg),
+        (signal.SIGKILL, os.killpg),
+    ):
+        deadline = time.monotonic() + _PATIENCE_S
+        with contextlib.suppress(ProcessLookupError):
+            ask(group, number)
+        while process.poll() is None or alive(group):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        else:
             return
 
 
