@@ -2,7 +2,8 @@
 
 The bits are Philox-4x32-10 in the drafter's layout (``philox.py``), so a request's numbers are the
 same alone or in a batch, on every rank, eager or in a CUDA graph. ``uniform_noise`` takes the upper
-24 bits of a word as a number in (0, 1); ``gaussian_noise`` turns each quad's two pairs of uniforms
+23 bits of a word as the middle of one of 2^23 intervals of (0, 1): exact in float32, where one more
+bit would round the last middle to 1. ``gaussian_noise`` turns each quad's two pairs of uniforms
 into normals by Box-Muller (1958). The torch reference and the kernel give the same uniforms bit for
 bit, and normals that differ by the float32 rounding of log, sqrt, cos and sin.
 """
@@ -27,7 +28,7 @@ def _units_torch(
     """Float32 ``(R, quads, 4)`` in (0, 1)."""
     quads = torch.arange((width + 3) // 4, device=seeds.device, dtype=torch.int64)
     words = philox_torch(seeds[:, None], offsets[:, None], quads, stream)
-    return ((words >> 8).float() + 0.5) * (1.0 / (1 << 24))
+    return ((words >> 9).float() + 0.5) * (1.0 / (1 << 23))
 
 
 def uniform_noise_torch(
@@ -50,7 +51,7 @@ def gaussian_noise_torch(
 
 @triton.jit
 def _unit(word):
-    return ((word.to(tl.uint32, bitcast=True) >> 8).to(tl.float32) + 0.5) * (1.0 / 16777216.0)
+    return ((word.to(tl.uint32, bitcast=True) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
 
 
 @triton.jit
