@@ -181,3 +181,14 @@ def test_masked_columns_are_never_drawn(launch: Callable) -> None:
         launch("sampler.sample_draft", logits, None, *args),
     ):
         assert set(tokens.tolist()) == {11, 38}
+
+
+def test_the_only_column_is_drawn_whatever_its_noise(launch: Callable) -> None:
+    """Column 1 of this row has one of the greatest words, which rounds to 1 in float32."""
+    seeds, offsets = torch.tensor([0]), torch.tensor([30_779_326])
+    quad = torch.tensor([0])
+    assert philox_torch(seeds, offsets, quad, SAMPLER_STREAM)[0, 1] >= 2**32 - 128
+    assert gumbel_noise_torch(seeds, offsets, 2).isfinite().all()
+    args = (torch.tensor([[float("-inf"), 0.0]]), None, torch.ones(1), seeds, offsets)
+    assert sample_draft(*args).tolist() == [1]
+    assert launch("sampler.sample_draft", *args).tolist() == [1]

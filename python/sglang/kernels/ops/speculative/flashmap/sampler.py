@@ -9,7 +9,8 @@ The noise is ``-log(E)`` with ``E = -log(1 - v)`` exponential and ``v = (word + 
 decides a draw are the smallest ``E``; for them ``1 - v`` would lose the low bits of ``v`` in
 float32, so ``E`` is a series there: ``v (1 + v / 2 + v**2 / 3)`` below ``2**-8``, off by less than
 ``v**3 / 4 < 2**-26`` of it. Columns of probability down to about ``2**-32`` are thus drawn as often
-as they should be.
+as they should be. The greatest words would round to ``v = 1``, whose noise of -inf would hide the
+only column of a row, so ``v`` stops at the float32 below 1.
 
 ``v >= 2**-33`` bounds the noise by 22.9. A tile of columns whose largest logit is more than that
 below the best key so far cannot win, and the kernel skips its noise. This changes no draw. Draft
@@ -43,6 +44,7 @@ def gumbel_noise_torch(
     quads = torch.arange((columns + 3) // 4, device=seeds.device)
     words = philox_torch(seeds[:, None], offsets[:, None], quads, stream)
     v = words.flatten(1)[:, :columns].float() * 2.0**-32 + 2.0**-33
+    v = v.clamp_max(1 - 2.0**-24)
     series = v * (1 + v * (0.5 + v * (1 / 3)))
     return -torch.where(v < _SERIES_BELOW, series, -torch.log(1 - v)).log()
 
@@ -75,7 +77,7 @@ def _gumbel_noise(seed, offset, first, stream, SERIES_BELOW: tl.constexpr, BLOCK
     offset_high = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
     w0, w1, w2, w3 = tl.philox(seed, quad, zero + stream, offset_low, offset_high)
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
-    v = words.to(tl.float32) * 2.0**-32 + 2.0**-33
+    v = tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
     series = v * (1 + v * (0.5 + v * (1 / 3)))
     return -tl.log(tl.where(v < SERIES_BELOW, series, -tl.log(1 - v)))
 
