@@ -124,9 +124,26 @@ def run(options: argparse.Namespace) -> None:
             f"accept length {row['accept_length']:.2f}, {row['tokens_per_s']:.0f} tok/s",
             flush=True,
         )
+    if options.profile:
+        profile(engine, options)
     name = result["label"].replace(" ", "_").replace(",", "")
     (out / f"{name}_ctx{options.context}.json").write_text(json.dumps(result, indent=1))
     engine.shutdown()
+
+
+def profile(engine, options: argparse.Namespace) -> None:
+    """Write one torch profiler trace of a short run per batch size under ``--profile``."""
+    for batch_size in options.batch_sizes:
+        prompts = [[1000 + i] * options.context for i in range(batch_size)]
+        params = dict(temperature=options.temperature, max_new_tokens=40, ignore_eos=True)
+        engine.start_profile(
+            output_dir=str(Path(options.profile) / f"{options.mode}_bs{batch_size}"),
+            activities=["CPU", "GPU"],
+            with_stack=False,
+            record_shapes=False,
+        )
+        engine.generate(input_ids=prompts, sampling_params=params)
+        engine.stop_profile()
 
 
 def label_of(options: argparse.Namespace) -> str:
@@ -175,6 +192,7 @@ def main() -> None:
     one.add_argument("--repeats", type=int, default=3)
     one.add_argument("--mem-fraction-static", type=float, default=0.7)
     one.add_argument("--attention-backend")
+    one.add_argument("--profile", help="write a trace of a short run per batch size here")
     one.add_argument("--verbose", action="store_true")
     merge = verbs.add_parser("table", help="print the measured modes side by side")
     merge.add_argument("--out", required=True)
