@@ -76,6 +76,19 @@ def test_interpreter_without_a_wheel_is_refused(
         setup_env.setup(checkout, "cpu", test=False)
 
 
+def test_old_python_is_refused_in_one_sentence() -> None:
+    code = "import sys; sys.version_info = (3, 10, 1); import fork"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: this is Python 3.10; sglang needs 3.11, 3.12 or 3.13")
+    assert len(result.stderr.splitlines()) == 1
+
+
 def test_stamp_changes_with_what_decides_the_environment(checkout: Checkout) -> None:
     (checkout.root / "sgl-kernel").mkdir()
     (checkout.root / "sgl-kernel" / "pyproject.toml").touch()
