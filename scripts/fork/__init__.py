@@ -11,6 +11,6 @@ import sys
 if sys.version_info < (3, 11):
     found = ".".join(map(str, sys.version_info[:2]))
     sys.exit(
-        f"error: this is Python {found}; sglang needs 3.11, 3.12 or 3.13, e.g. make PYTHON=python3.12 "
-        "with the goal you asked for."
+        f"error: this is Python {found}; sglang needs 3.11, 3.12 or 3.13, e.g. make "
+        "PYTHON=python3.12 with the goal you asked for."
     )
