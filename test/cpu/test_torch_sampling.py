@@ -203,6 +203,20 @@ def test_chain_never_draws_what_the_target_cannot_produce(block: bool) -> None:
     assert outputs(call) == [[1]]
 
 
+@MODES
+def test_chain_ignores_a_draft_row_that_is_not_a_number(block: bool) -> None:
+    call = chain(torch.tensor([[0, 1]] * 2))
+    chain_speculative_sampling(
+        **call,
+        uniform_samples=torch.zeros((2, 1)),
+        uniform_samples_for_final_sampling=torch.tensor([0.0, LAST_COIN]),
+        target_probs=torch.tensor([[[0.0, 0.5, 0.5, 0.0]] * 2] * 2),
+        draft_probs=torch.full((2, 1, 4), float("nan")),
+        block_verification=block,
+    )
+    assert outputs(call) == [[1], [2]]
+
+
 def test_chain_of_one_slot_draws_from_the_target() -> None:
     call = chain(torch.tensor([[4], [4]]))
     chain_speculative_sampling(
@@ -327,7 +341,7 @@ def joint_distance(committed: list[list[int]], start: int, steps: torch.Tensor) 
     return float((observed - expected).abs().sum() / 2)
 
 
-# 64 cells and 30000 draws: the distance of exact samples is 0.015 on average; wrong rules give 0.05+.
+# Exact draws come to 0.013 (64 cells, 30000 draws); a residual or chance left out to 0.09 and more.
 NOISE = 0.025
 
 
