@@ -24,20 +24,12 @@ from sglang.kernels.ops.speculative.flashmap.norm import norm_rotate, rms_norm_r
 from sglang.kernels.ops.speculative.flashmap.rope import load_rope
 from sglang.srt.utils.custom_op import register_custom_op
 
-# The largest finite e4m3: beyond it a plain cast gives NaN.
-_E4M3_MAX = 448.0
 _MAX_BLOCK_HEADS = 16
 
 
 @functools.cache
 def _address_table(addresses: Tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
-def _to_pool_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == torch.float8_e4m3fn:
-        x = x.float().clamp(-_E4M3_MAX, _E4M3_MAX)
-    return x.to(dtype)
 
 
 def write_context_kv_torch(
@@ -58,15 +50,8 @@ def write_context_kv_torch(
     kv, rope, slots = kv[keep], rope[keep], slots[keep].long()
     for layer, (keys, values) in enumerate(zip(key_buffers, value_buffers, strict=True)):
         k = rms_norm_rope_torch(kv[:, layer, 0], k_weight[layer], rope, eps)
-        keys[slots] = _to_pool_dtype(k, keys.dtype)
-        values[slots] = _to_pool_dtype(kv[:, layer, 1], values.dtype)
-
-
-@triton.jit
-def _store(base, offset, x, mask):
-    if base.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
-    tl.store(base + offset, x.to(base.dtype.element_ty), mask=mask)
+        keys[slots] = k.to(keys.dtype)
+        values[slots] = kv[:, layer, 1].to(values.dtype)
 
 
 @triton.jit
@@ -113,8 +98,9 @@ def _context_kv_kernel(
     # pool_ptr only lends its pointer type.
     keys = tl.load(addresses_ptr + layer).to(pool_ptr.dtype)
     values = tl.load(addresses_ptr + LAYERS + layer).to(pool_ptr.dtype)
-    _store(keys, slot * key_stride + offset, k, mask)
-    _store(values, slot * value_stride + offset, v, mask)
+    pool_dtype: tl.constexpr = pool_ptr.dtype.element_ty
+    tl.store(keys + slot * key_stride + offset, k.to(pool_dtype), mask=mask)
+    tl.store(values + slot * value_stride + offset, v.to(pool_dtype), mask=mask)
 
 
 def _check_pool(buffers: List[torch.Tensor], heads: int, head_dim: int) -> None:
