@@ -1,4 +1,4 @@
-"""uniform_noise and gaussian_noise: known answers, laws, independence of the batch, kernel against reference."""
+"""uniform_noise and gaussian_noise: known answers, laws, kernel against reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFFSETS = torch.tensor([0, 2**32, 7, -1, 2**31, 16384 * 5 + 3])
 
 
 def philox_4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox-4x32-10 from its definition in uint32 and uint64: `counter (n, 4)`, `key (n, 2)` -> `(n, 4)`."""
+    """Philox-4x32-10 as published: `counter (n, 4)`, `key (n, 2)` -> words `(n, 4)`, all uint64."""
     c, k = counter.astype(np.uint64), key.astype(np.uint64)
     word = np.uint64(0xFFFFFFFF)
     for _ in range(10):
