@@ -136,7 +136,9 @@ def run_server(command: list[str], url: str, model: str) -> int:
     """Runs the server until it ends or we are told to stop; returns the exit status to pass on."""
     libc = ctypes.CDLL(None)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        # nohup asks that the end of the terminal is ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     process = subprocess.Popen(
         command,
         start_new_session=True,

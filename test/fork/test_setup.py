@@ -129,6 +129,8 @@ def test_stopping_leaves_no_process_behind(tmp_path: Path, number: signal.Signal
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(SCRIPTS)},
+        # A shell starts background jobs with Ctrl-C ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     output = [process.stdout.readline()]
     while "Ctrl-C" not in output[-1]:
