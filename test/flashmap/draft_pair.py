@@ -19,7 +19,7 @@ PREFIX_LENS = (11, 1, 23)
 
 
 def draft_sizes(head_dim: int = 64, **sizes: Any) -> dict[str, Any]:
-    """Config keys of a small draft with two layers and two heads of `head_dim` channels, or `sizes`."""
+    """Config keys of a small draft of two layers and two heads of `head_dim`; `sizes` override."""
     return {
         "target_hidden_size": TARGET_HIDDEN,
         "vocab_size": VOCAB,

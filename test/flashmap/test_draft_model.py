@@ -271,7 +271,7 @@ class Definition:
     def heads(
         self, name: str, x: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Projected `(T, heads, D)`; queries and keys have positions, and are normed and rotated."""
+        """`(T, heads, D)`; queries and keys have positions, and are normed and rotated."""
         y = self.linear(f"{name}_proj", x).unflatten(-1, (-1, self.config.head_dim))
         if positions is not None:
             y = self.rotate(self.norm(f"{name}_norm.weight", y, self.config.qk_norm_eps), positions)

@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def expected_total_variation(self) -> float:
-        """Of a lossless rule: normal deviations have a mean size of `sqrt(2 / π)` standard errors."""
+        """Of a lossless rule: a normal deviation is `sqrt(2 / π)` standard errors on average."""
         return float(self.standard_error.sum() * (2 / pi) ** 0.5 / 2)
 
     @property

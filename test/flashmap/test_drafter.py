@@ -1,0 +1,160 @@
+"""The drafter on a CPU: its drafts are the package's, a request's own, and leave others alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from draft_pair import PREFIX_LENS, VOCAB, DraftPair, Pool, Requests, relative_error
+from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
+from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
+from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
+
+SIZE = len(PREFIX_LENS)
+TEMPERATURES = torch.tensor([0.0, 1.0, 0.7])
+
+
+class Setting:
+    """A drafter, a pool with the requests' contexts (not their anchors), and a step's inputs."""
+
+    def __init__(self, **sizes) -> None:
+        self.pair = DraftPair(**sizes)
+        self.requests = Requests(self.pair.config)
+        self.pool = Pool(self.pair.config, self.requests.num_slots)
+        self.requests.write_context(self.pair.model, self.pool)
+        seeds = SeedTable(self.requests.req_to_token.shape[0], "cpu", server_seed=1)
+        names = [
+            SimpleNamespace(rid=f"request-{b}", sampling_params=SimpleNamespace(sampling_seed=None))
+            for b in range(SIZE)
+        ]
+        seeds.place(names, self.requests.rows)
+        self.drafter = Drafter(
+            model=self.pair.model,
+            serve=self.pair.model.serve,
+            seed_table=seeds,
+            req_to_token=self.requests.req_to_token,
+            pool=self.pool,
+        )
+        self.inputs = DraftInputs(
+            anchors=self.requests.anchors,
+            seq_lens=self.requests.lens,
+            rows=self.requests.rows,
+            temperatures=TEMPERATURES,
+            active=torch.ones(SIZE, dtype=torch.int32),
+        )
+
+    def select(self, rows: list[int], padding: int = 0) -> DraftInputs:
+        """The inputs of some requests, then `padding` inactive rows."""
+        padded = DraftInputs.allocate(len(rows) + padding, "cpu")
+        for all_rows, values in zip(padded, self.inputs, strict=True):
+            all_rows[: len(rows)] = values[rows]
+        return padded
+
+    def noise(self) -> torch.Tensor:
+        """What the drafter should draw: `(B, K, noise_width)`."""
+        slots = self.pair.config.block_size
+        seeds = self.drafter.seed_table.seeds[self.requests.rows].repeat_interleave(slots)
+        offsets = row_offsets(self.requests.lens, slots)
+        width = self.pair.model.noise_width
+        return gaussian_noise(seeds, offsets, width, Stream.DRAFT_NOISE.value).view(SIZE, slots, -1)
+
+
+def equal_blocks(got: DraftBlock, expected: DraftBlock, rows: list[int]) -> bool:
+    """Same tokens and, up to the rounding of products of another height, the same logits."""
+    same_logits = relative_error(got.logits, expected.logits[rows]) < 1e-5
+    return same_logits and torch.equal(got.tokens, expected.tokens[rows])
+
+
+@pytest.mark.parametrize("num_steps", [1, 2], ids=lambda n: f"{n}-jumps")
+def test_drafts_equal_the_package(num_steps: int) -> None:
+    """Anchors, positions and noise of ragged requests end up where the package has them."""
+    setting = Setting(num_steps=num_steps)
+    block = setting.drafter.draft(setting.inputs)
+    assert block.tokens.shape == (SIZE, 8) and block.logits.shape == (SIZE, 8, VOCAB)
+    noise = setting.noise()
+    for b in range(SIZE):
+        if num_steps == 1:  # the package takes vocabulary-wide noise: x0 with x0 E = z Fᵀ
+            embedded = noise[b].double() @ setting.pair.model._noise_factor.double().T
+            inverse = torch.linalg.pinv(setting.pair.target.embedding.double())
+            x0 = (embedded @ inverse).float()
+        else:
+            x0 = noise[b]
+        expected = setting.pair.reference_logits(setting.requests, b, noise=x0)
+        assert relative_error(block.logits[b], expected) < 1e-4
+
+
+@pytest.mark.parametrize("size", [0, 40], ids=["whole", "Vd40"])
+def test_greedy_rows_are_the_argmax(size: int) -> None:
+    ranking = torch.randperm(VOCAB)
+    setting = Setting(draft_vocab_size=size, ranking=ranking)
+    block = setting.drafter.draft(setting.inputs)
+    columns = block.logits.argmax(-1)
+    ids = columns if size == 0 else ranking[:size].sort().values[columns]
+    assert torch.equal(block.tokens[0], ids[0])
+    assert not torch.equal(block.tokens[1:], ids[1:])
+    if size:
+        assert set(block.tokens.flatten().tolist()) <= set(ranking[:size].tolist())
+
+
+@pytest.mark.parametrize("rows", [[0], [2], [1, 0], [2, 1, 0]], ids=str)
+def test_a_requests_drafts_do_not_depend_on_its_batch(rows: list[int]) -> None:
+    setting = Setting()
+    together = setting.drafter.draft(setting.inputs)
+    assert equal_blocks(setting.drafter.draft(setting.select(rows)), together, rows)
+
+
+def test_inactive_rows_write_nothing_and_change_nothing() -> None:
+    setting = Setting()
+    before = setting.pool.snapshot()
+    alone = setting.drafter.draft(setting.select([0, 2]))
+    written = setting.pool.snapshot()
+    slots = torch.stack([setting.requests.slots(b, n, n + 1) for b, n in enumerate(PREFIX_LENS)])
+    changed = (written != before).flatten(3).any(-1).any(0).any(0)
+    mine = slots[[0, 2]].flatten()
+    assert set(changed.nonzero().flatten().tolist()) == set(mine.tolist())
+
+    padded = setting.select([0, 2], padding=3)
+    padded.rows[2:] = setting.requests.rows[1]  # stale values of an earlier step
+    padded.seq_lens[3:] = setting.requests.lens[1]
+    padded.anchors[2:] = 5
+    block = setting.drafter.draft(padded)
+    after = setting.pool.snapshot()
+    torch.testing.assert_close(after[:, :, mine], written[:, :, mine], rtol=1e-5, atol=1e-5)
+    after[:, :, mine] = written[:, :, mine]
+    assert torch.equal(after, written)
+    real = DraftBlock(block.tokens[:2], block.logits[:2], from_graph=False)
+    assert equal_blocks(real, alone, [0, 1])
+    assert block.logits.isfinite().all()
+
+
+def test_another_anchor_position_draws_other_noise() -> None:
+    """The same anchor token one position later, after a context of one more entry."""
+    setting = Setting()
+    inputs = setting.select([1])
+    first = setting.drafter.draft(inputs)
+    again = setting.drafter.draft(inputs)
+    assert torch.equal(first.logits, again.logits) and torch.equal(first.tokens, again.tokens)
+    inputs.seq_lens.add_(1)
+    later = setting.drafter.draft(inputs)
+    assert not torch.equal(later.tokens, first.tokens)
+    noise = setting.noise()[1]
+    setting.requests.lens = setting.requests.lens + 1
+    assert (noise @ setting.noise()[1].T).abs().max() < 5 * noise.shape[1] ** 0.5
+    assert noise.unique().numel() == noise.numel()
+
+
+def test_an_anchor_is_overwritten_by_its_hidden_state() -> None:
+    """The anchor's entry holds its place in the pool only until the commit that follows."""
+    setting, request = Setting(), 0
+    position = PREFIX_LENS[request]
+    slot = setting.requests.slots(request, position, position + 1)
+    setting.drafter.draft(setting.inputs)
+    anchor_entry = setting.pool.snapshot()[:, :, slot]
+    setting.pair.model.write_target_hidden_kv(
+        target_hidden=torch.randn(1, setting.requests.hidden[0].shape[1]),
+        pool=setting.pool,
+        positions=torch.tensor([position]),
+        cache_loc=slot,
+    )
+    assert (setting.pool.snapshot()[:, :, slot] != anchor_entry).flatten(2).any(-1).all()
