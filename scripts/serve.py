@@ -139,14 +139,15 @@ def run_server(command: list[str], url: str, model: str) -> int:
         # nohup asks that the end of the terminal is ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
-    process = subprocess.Popen(
-        command,
-        start_new_session=True,
-        # The kernel stops the server even when this process is killed outright.
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
-    )
-    threading.Thread(target=announce, args=(url, model, process), daemon=True).start()
+    process = None
     try:
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            # The kernel stops the server even when this process is killed outright.
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
+        threading.Thread(target=announce, args=(url, model, process), daemon=True).start()
         return process.wait()
     except KeyboardInterrupt:
         print("\nstopping the server", flush=True)
@@ -154,7 +155,8 @@ def run_server(command: list[str], url: str, model: str) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 0
     finally:
-        stop_group(process)
+        if process:
+            stop_group(process)
 
 
 def main() -> int:
