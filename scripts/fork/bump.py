@@ -48,14 +48,15 @@ def bump(checkout: Checkout, version: str, scratch: Path, write: bool = False) -
             f"'{subject}' conflicts in {', '.join(_conflicts(git))}; resolve it in {scratch}, "
             "`git add` and `git rebase --continue`, then run this again."
         )
-    if not write:
-        yield f"the series applies to sglang {version}; --write makes it the pinned release"
-    elif faults:
+    if faults:
         raise ForkError(
-            f"the overlay does not fit sglang {version}; mend the {len(faults)} imports."
+            f"the series applies to sglang {version}, the overlay does not: mend the {len(faults)} "
+            "places above and run this again."
         )
-    else:
+    if write:
         yield from _write(checkout, version, scratch)
+    else:
+        yield f"the series applies to sglang {version}; --write makes it the pinned release"
 
 
 def _other_wheel(checkout: Checkout, version: str) -> Path:
