@@ -9,12 +9,13 @@ message is one sentence that names the key and the way out.
 
 The attributes ``num_key_value_heads``, ``head_dim`` and ``max_position_embeddings`` exist for
 sglang: it sizes the draft's KV pool (the cross-attention context) from them. RoPE angles are
-computed on the fly, so a draft has no length limit of its own.
+computed on the fly, so a draft has no length limit of its own, whatever its file says.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Sequence
 
 from transformers import PretrainedConfig
@@ -29,8 +30,11 @@ DEFAULT_JUMP_GRIDS: dict[str, list[float]] = {
 }
 
 MAX_BLOCK_SIZE = 64
+_MAX_LAYERS = 1024
 # The draft attends at absolute target positions and has no limit of its own.
 _UNLIMITED_POSITIONS = 1 << 30
+# A jump grid's key.
+_STEPS = re.compile("[1-9][0-9]{0,3}")
 # RMSNorm and attention kernels index head channels in powers of two up to this.
 _MAX_HEAD_DIM = 256
 
@@ -53,7 +57,8 @@ def _require_int(name: str, value: Any, *, low: int = 1, high: int | None = None
 
 
 def _require_positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):
         raise FlashMapConfigError(
             f"FlashMap draft config: {name} must be a positive number, got {value!r}."
         )
@@ -68,7 +73,7 @@ class FlashMapConfig(PretrainedConfig):
         target_hidden_size: hidden size ``H`` of the target.
         vocab_size: vocabulary ``V`` of the target.
         target_layer_ids: target decoder layers whose outputs are the draft's context
-            (``hidden_states[i + 1]`` of a transformers forward).
+            (``hidden_states[i + 1]`` of a transformers forward), in rising order.
         block_size: tokens ``K`` drafted per block.
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size: the DiT.
         num_key_value_heads: key/value heads of both attentions; default all heads (MHA).
@@ -80,6 +85,7 @@ class FlashMapConfig(PretrainedConfig):
         draft_vocab_size: drafts are restricted to this many most frequent tokens of
             ``draft_vocab.safetensors``; 0 drafts over the whole vocabulary.
         flow_map: ``False`` marks a stage-1 flow, which cannot draft in a few jumps.
+        head_dim: ``hidden_size / num_attention_heads``, if it is given at all.
     """
 
     model_type = "flashmap"
@@ -107,14 +113,17 @@ class FlashMapConfig(PretrainedConfig):
         time_schedule: str = "decoding_error",
         num_steps: int = 1,
         jump_grids: dict[str, list[float]] | None = None,
-        draft_vocab_size: int = 0,
+        draft_vocab_size: int | None = 0,
         flow_map: bool = True,
+        head_dim: int | None = None,
         **kwargs: Any,
     ) -> None:
         self.target_model = target_model
         self.target_hidden_size = target_hidden_size
         self.vocab_size = vocab_size
-        self.target_layer_ids = list(target_layer_ids)
+        self.target_layer_ids = target_layer_ids
+        if isinstance(target_layer_ids, tuple):
+            self.target_layer_ids = list(target_layer_ids)
         self.block_size = block_size
         self.hidden_size = hidden_size
         self.num_hidden_layers = num_hidden_layers
@@ -133,13 +142,19 @@ class FlashMapConfig(PretrainedConfig):
         self.noise_gate = noise_gate
         self.time_schedule = time_schedule
         self.num_steps = num_steps
-        self.jump_grids = dict(DEFAULT_JUMP_GRIDS if jump_grids is None else jump_grids)
-        self.draft_vocab_size = draft_vocab_size or 0
+        self.jump_grids = dict(DEFAULT_JUMP_GRIDS) if jump_grids is None else jump_grids
+        self.draft_vocab_size = 0 if draft_vocab_size is None else draft_vocab_size
         self.flow_map = flow_map
-        kwargs.setdefault("tie_word_embeddings", False)
-        kwargs.setdefault("max_position_embeddings", _UNLIMITED_POSITIONS)
-        super().__init__(**kwargs)
+        # Before transformers checks the same values with vaguer messages.
         self.validate()
+        if head_dim not in (None, self.head_dim):
+            raise FlashMapConfigError(
+                f"FlashMap draft config: head_dim {head_dim!r} is not hidden_size / "
+                f"num_attention_heads = {self.head_dim}; leave it out."
+            )
+        kwargs.setdefault("tie_word_embeddings", False)
+        kwargs["max_position_embeddings"] = _UNLIMITED_POSITIONS
+        super().__init__(**kwargs)
 
     @property
     def head_dim(self) -> int:
@@ -160,7 +175,11 @@ class FlashMapConfig(PretrainedConfig):
 
     def validate(self) -> None:
         """Raise ``FlashMapConfigError`` unless some target could be served with this config."""
-        if self.flow_map is False:
+        if not isinstance(self.flow_map, bool):
+            raise FlashMapConfigError(
+                f"FlashMap draft config: flow_map must be true or false, got {self.flow_map!r}."
+            )
+        if not self.flow_map:
             raise FlashMapConfigError(
                 "FlashMap draft config: flow_map is false, a stage-1 flow that drafts only by "
                 "integrating over many steps; serve the flow map distilled from it."
@@ -169,7 +188,6 @@ class FlashMapConfig(PretrainedConfig):
             "target_hidden_size",
             "vocab_size",
             "hidden_size",
-            "num_hidden_layers",
             "num_attention_heads",
             "num_key_value_heads",
             "intermediate_size",
@@ -177,6 +195,7 @@ class FlashMapConfig(PretrainedConfig):
         ):
             _require_int(name, getattr(self, name))
         _require_int("block_size", self.block_size, high=MAX_BLOCK_SIZE)
+        _require_int("num_hidden_layers", self.num_hidden_layers, high=_MAX_LAYERS)
         if _require_int("time_embed_dim", self.time_embed_dim, low=2) % 2:
             raise FlashMapConfigError(
                 f"FlashMap draft config: time_embed_dim must be even, got {self.time_embed_dim}."
@@ -198,13 +217,7 @@ class FlashMapConfig(PretrainedConfig):
                 f"FlashMap draft config: head_dim {self.head_dim} (hidden_size / num_attention_heads) "
                 f"must be even and at most {_MAX_HEAD_DIM}."
             )
-        if not self.target_layer_ids:
-            raise FlashMapConfigError(
-                "FlashMap draft config: target_layer_ids is empty; it names the target layers the "
-                "draft reads and cannot be guessed."
-            )
-        for layer in self.target_layer_ids:
-            _require_int("every entry of target_layer_ids", layer, low=0)
+        self._validate_layer_ids()
         if self.noise_gate not in ("jump", "constant"):
             raise FlashMapConfigError(
                 f'FlashMap draft config: noise_gate must be "jump" or "constant", '
@@ -213,12 +226,30 @@ class FlashMapConfig(PretrainedConfig):
         _require_int("draft_vocab_size", self.draft_vocab_size, low=0)
         self._validate_grids()
 
+    def _validate_layer_ids(self) -> None:
+        ids = self.target_layer_ids
+        if not isinstance(ids, list) or not ids:
+            raise FlashMapConfigError(
+                f"FlashMap draft config: target_layer_ids must be a non-empty list, got {ids!r}; it "
+                "names the target layers the draft reads and cannot be guessed."
+            )
+        for layer in ids:
+            _require_int("every entry of target_layer_ids", layer, low=0)
+        # The target's forward captures each layer once, in the order it runs them.
+        if any(a >= b for a, b in zip(ids, ids[1:])):
+            raise FlashMapConfigError(
+                f"FlashMap draft config: target_layer_ids must rise, got {ids!r}."
+            )
+
     def _validate_grids(self) -> None:
         if not isinstance(self.jump_grids, dict) or not self.jump_grids:
-            raise FlashMapConfigError("FlashMap draft config: jump_grids must be a non-empty object.")
+            raise FlashMapConfigError(
+                "FlashMap draft config: jump_grids must be a non-empty object, got "
+                f"{self.jump_grids!r}."
+            )
         for steps, times in self.jump_grids.items():
             valid = (
-                str(steps).isdigit()
+                _STEPS.fullmatch(str(steps)) is not None
                 and isinstance(times, (list, tuple))
                 and len(times) == int(steps) + 1
                 and all(
@@ -251,12 +282,13 @@ class FlashMapConfig(PretrainedConfig):
                     f"({self.target_model}), but the served target has {theirs}; serve a draft "
                     "trained for this target."
                 )
-        outside = [i for i in self.target_layer_ids if i >= num_hidden_layers]
+        # What follows the last layer is normed before it can be read.
+        outside = [i for i in self.target_layer_ids if i >= num_hidden_layers - 1]
         if outside:
             raise FlashMapConfigError(
-                f"The FlashMap draft reads target layers {outside} (target_layer_ids), but the "
-                f"served target has only layers 0 to {num_hidden_layers - 1}; serve a draft trained "
-                "for this target."
+                f"The FlashMap draft reads the outputs of target layers {outside} (target_layer_ids), "
+                f"but only those of layers 0 to {num_hidden_layers - 2} can be read of the served "
+                f"target's {num_hidden_layers} layers; serve a draft trained for this target."
             )
 
 
