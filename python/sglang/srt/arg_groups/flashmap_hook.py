@@ -30,7 +30,7 @@ VERIFY_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_nativ
 def handle_flashmap(server_args: Any) -> None:
     """Validate ``server_args`` and declare ``W``, one step, one branch."""
     cfg = resolving_view(server_args)
-    _refuse_unsupported(cfg)
+    _refuse_unsupported(server_args)
     config = read_draft_config(cfg)
     _check_target(server_args, config)
     width = _resolve_verify_width(cfg, config)
@@ -42,6 +42,8 @@ def handle_flashmap(server_args: Any) -> None:
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=width,
+        # Unless asked for, the target's --quantization has become the draft's.
+        speculative_draft_model_quantization=None,
     )
     _check_attention_backend(server_args)
     if cfg.device == "cpu" and not cfg.disable_overlap_schedule:
@@ -49,7 +51,8 @@ def handle_flashmap(server_args: Any) -> None:
         declare_resolution(server_args, "handle_flashmap", disable_overlap_schedule=True)
 
 
-def _refuse_unsupported(cfg: Any) -> None:
+def _refuse_unsupported(server_args: Any) -> None:
+    cfg = resolving_view(server_args)
     device = str(cfg.device).split(":")[0]
     if device not in VERIFY_BACKENDS:
         raise ValueError(
@@ -63,18 +66,22 @@ def _refuse_unsupported(cfg: Any) -> None:
     unsupported = {
         "--tp-size above 1": cfg.tp_size > 1,
         "--pp-size above 1": cfg.pp_size > 1,
-        "--enable-dp-attention": bool(cfg.enable_dp_attention),
+        # As given: resolution has switched it off or taken it over.
+        "--enable-dp-attention": bool(server_args.enable_dp_attention),
         "--disaggregation-mode": cfg.disaggregation_mode not in (None, "null"),
         "--enable-hierarchical-cache": bool(cfg.enable_hierarchical_cache),
         "--enable-unified-memory": bool(cfg.enable_unified_memory),
         "--enable-two-batch-overlap": bool(cfg.enable_two_batch_overlap),
         "--enable-pdmux": bool(cfg.enable_pdmux),
         "--enable-mixed-chunk": bool(cfg.enable_mixed_chunk),
-        "--speculative-adaptive": bool(cfg.speculative_adaptive),
+        "--speculative-adaptive": bool(server_args.speculative_adaptive),
         "--speculative-token-map": cfg.speculative_token_map is not None,
         "--speculative-draft-window-size": cfg.speculative_draft_window_size is not None,
-        "--speculative-draft-model-quantization": cfg.speculative_draft_model_quantization
+        "--speculative-draft-model-quantization": server_args.speculative_draft_model_quantization
         not in (None, "unquant"),
+        "--speculative-draft-attention-backend": cfg.speculative_draft_attention_backend
+        is not None,
+        "--speculative-dflash-block-size": cfg.speculative_dflash_block_size is not None,
         "--speculative-accept-threshold-single and -acc other than 1.0, which would make the output "
         "lossy": cfg.speculative_accept_threshold_single != 1.0
         or cfg.speculative_accept_threshold_acc != 1.0,
