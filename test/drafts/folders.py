@@ -1,0 +1,43 @@
+"""Writes the draft folders of this package from an untrained draft folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Sequence
+
+from drafts.replay import Corruption, Reference
+
+PACKAGE = "drafts"
+
+
+def write_draft(folder: Path, base: Path, architecture: str, **settings: Any) -> Path:
+    """Copy the draft `base` to `folder` with another architecture and more config keys."""
+    shutil.copytree(base, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"architectures": [architecture], **settings}
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def write_oracle(
+    folder: Path,
+    base: Path,
+    references: Sequence[Reference],
+    corruption: Corruption = Corruption(),
+    *,
+    architecture: str = "OracleDraftModel",
+    **settings: Any,
+) -> Path:
+    """Write the draft folder of an `OracleDraftModel` or `RecordingDraftModel`."""
+    path = folder / "references.json"
+    oracle = dict(
+        references=str(path), probabilities=corruption.probabilities, seed=corruption.seed
+    )
+    write_draft(folder, base, architecture, oracle=oracle, **settings)
+    path.write_text(
+        json.dumps([{"prompt": r.prompt, "completion": r.completion} for r in references])
+    )
+    return folder

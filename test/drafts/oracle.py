@@ -1,0 +1,79 @@
+"""`OracleDraftModel`: replays references, so that a test decides how many drafts are accepted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from drafts.replay import Corruption, Reference, Replay
+from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
+
+# Softmax over a vocabulary of a million leaves less than 1e-15 to all other tokens together.
+_PEAK = 50.0
+
+
+class OracleDraftModel(FlashMapDraftModel):
+    """Drafts the continuation of a known prompt, some slots corrupted.
+
+    `config.oracle` holds `references` (path of a JSON list of `{"prompt": ids, "completion": ids}`),
+    `probabilities` and `seed` (`drafts.replay.Corruption`). Weights are loaded and the context is
+    written as ever, only the logits are not the network's. Requests without a reference get
+    arbitrary drafts. A token outside a restricted draft vocabulary is replaced by its first token.
+    """
+
+    def __init__(self, config, quant_config=None, prefix: str = "") -> None:
+        super().__init__(config, quant_config, prefix)
+        oracle = config.oracle
+        entries = json.loads(Path(oracle["references"]).read_text())
+        references = [Reference(tuple(e["prompt"]), tuple(e["completion"])) for e in entries]
+        self._corruption = Corruption(tuple(oracle["probabilities"]), oracle["seed"])
+        self._replay = Replay(references, longest_step=config.block_size + 1)
+        self._anchors: list[tuple[int, int, int]] = []
+
+    def write_anchor(
+        self,
+        anchors: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        active: torch.Tensor,
+        context: DraftContext,
+    ) -> None:
+        super().write_anchor(
+            anchors, positions=positions, slots=slots, active=active, context=context
+        )
+        rows = context.req_pool_indices.tolist()
+        self._anchors = list(zip(rows, positions.tolist(), anchors.tolist()))
+        self._references = [self._replay.match(*anchor) for anchor in self._anchors]
+
+    def draft_logits(
+        self,
+        noise: torch.Tensor,
+        positions: torch.Tensor,
+        context: DraftContext,
+        num_candidates: int = 1,
+    ) -> torch.Tensor:
+        wanted = []
+        for (_, position, anchor), reference in zip(self._anchors, self._references):
+            follows = self._replay.continuation(reference, position, anchor)
+            block = [
+                follows.token(
+                    slot,
+                    self.config.vocab_size,
+                    corrupted=self._corruption.hits(position, slot),
+                )
+                for slot in range(self.config.block_size)
+            ]
+            wanted += block * num_candidates
+        columns = torch.tensor(wanted, device=noise.device)
+        if self.draft_columns is not None:
+            columns = self.draft_columns[columns].to(torch.int64)
+        logits = torch.zeros(
+            len(wanted), self._folded_head.shape[0], dtype=self.dtype, device=noise.device
+        )
+        return logits.scatter_(1, columns[:, None], _PEAK)
+
+
+EntryClass = OracleDraftModel

@@ -1,0 +1,86 @@
+"""Targets, drafts, reference answers and servers that the end-to-end tests share.
+
+Starting a server costs more than most tests, so tests are grouped by the server they need. The
+plain and the oracle server run for the whole session, others for one test file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Iterator
+
+import pytest
+from demo_target import demo_target
+from e2e_cases import (
+    BLOCK_SIZE,
+    CORRUPTION,
+    ENVIRONMENT,
+    FLOAT32,
+    NUM_TOKENS,
+    Case,
+    flashmap_server,
+    prompt_ids,
+)
+from e2e_prompts import EVERYDAY, LONG
+from fork.checkout import here
+from serving import Server
+
+from drafts.folders import write_oracle
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    """Folder of SmolLM2-135M-Instruct in float32."""
+    return demo_target(here().cache, "float32")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm)
+
+
+@pytest.fixture(scope="session")
+def untrained(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained draft for SmolLM2, a small one: what it drafts is rejected anyway."""
+    from make_draft import main as make_draft  # imports the tree, which must have been built
+
+    folder = tmp_path_factory.mktemp("drafts") / "untrained"
+    sizes = ("--block-size", BLOCK_SIZE, "--hidden-size", 128, "--layers", 2)
+    assert not make_draft([str(a) for a in ("--target", smollm, "--output", folder, *sizes)])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain(smollm: Path) -> Iterator[Server]:
+    """The target without speculation."""
+    args = ("--model-path", smollm, *FLOAT32, "--max-total-tokens", 16384)
+    with Server(*args, env=ENVIRONMENT) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def cases(plain: Server, tokenizer: Any) -> list[Case]:
+    """Everyday prompts and the long one, continued past any end of text, in one batch.
+
+    Longer than the tests ask for, by what the last block of an oracle can run over.
+    """
+    prompts = [prompt_ids(tokenizer, text) for text in (*EVERYDAY, LONG)]
+    answers = plain.generate(prompts, max_new_tokens=NUM_TOKENS + BLOCK_SIZE, ignore_eos=True)
+    found = [Case(tuple(prompt), answer) for prompt, answer in zip(prompts, answers)]
+    # By these an oracle recognises a request at once.
+    starts = [(len(case.prompt), case.answer["output_ids"][0]) for case in found]
+    assert len(set(starts)) == len(starts), "change a prompt: two requests look alike at first"
+    return found
+
+
+@pytest.fixture(scope="session")
+def oracle(
+    smollm: Path, untrained: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """FLASHMAP with all defaults and an oracle drafter of `CORRUPTION`."""
+    folder = tmp_path_factory.mktemp("drafts") / "oracle"
+    write_oracle(folder, untrained, [case.reference for case in cases], CORRUPTION)
+    with flashmap_server(smollm, folder, "--max-total-tokens", 16384) as server:
+        yield server
