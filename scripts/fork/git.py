@@ -36,7 +36,7 @@ class Git:
         """Runs git and returns the result whatever its exit status."""
         try:
             return subprocess.run(
-                ["git", "-C", str(self.folder), *arguments],
+                ["git", "-c", "safe.directory=*", "-C", str(self.folder), *arguments],
                 input=stdin if stdin is not None else b"",
                 capture_output=True,
                 env=self._environment,
