@@ -359,6 +359,11 @@ class FlashMapDraftModel(nn.Module):
             noise_gate=(self.noise_gate.float() * length).to(self.dtype),
         )
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns of the draft logits, ``Vd``."""
+        return self._folded_bias.shape[0]
+
     def derived_bytes(self) -> int:
         """Bytes of what ``attach_target`` computed and keeps besides the checkpoint."""
         tensors = [self._folded_head, self._folded_bias, self._uniform, self._noise_factor]
@@ -461,6 +466,7 @@ class FlashMapDraftModel(nn.Module):
         positions: torch.Tensor,
         context: DraftContext,
         num_candidates: int = 1,
+        out: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
         """Logits over the draft vocabulary of every slot.
 
@@ -469,6 +475,7 @@ class FlashMapDraftModel(nn.Module):
             positions: ``(B·N·K,)`` positions of the slots.
             context: the paged context, anchors written.
             num_candidates: ``N``.
+            out: ``(B·N·K, Vd)`` in the draft's dtype to write the result to.
 
         Returns:
             ``(B·N·K, Vd)`` in the draft's dtype: given the noise, the slots are independent draws
@@ -484,10 +491,10 @@ class FlashMapDraftModel(nn.Module):
                 context,
                 num_candidates,
             )
-            return F.linear(hidden, self._folded_head, self._folded_bias)
+            return self._logits(hidden, out)
         state = noise.float()
         for jump in self._jumps:
-            logits = self._jump_logits(state, jump, rope, context, num_candidates)
+            logits = self._jump_logits(state, jump, rope, context, num_candidates, out)
             if jump.end < 1.0:
                 landed = self._full_vocabulary(logits.float().softmax(dim=-1))
                 state = ((1.0 - jump.end) * state + (jump.end - jump.start) * landed) / (
@@ -495,7 +502,11 @@ class FlashMapDraftModel(nn.Module):
                 )
         return logits
 
-    def _jump_logits(self, state, jump, rope, context, num_candidates) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, out: Optional[torch.Tensor]) -> torch.Tensor:
+        """The folded head: ``(rows, d) -> (rows, Vd)``."""
+        return torch.addmm(self._folded_bias, hidden, self._folded_head.T, out=out)
+
+    def _jump_logits(self, state, jump, rope, context, num_candidates, out) -> torch.Tensor:
         """One jump from the vocabulary-wide ``state (rows, V)``."""
         dtype = self.embedding.dtype
         embedded = (state.to(dtype) @ self.embedding).to(self.dtype)
@@ -508,7 +519,7 @@ class FlashMapDraftModel(nn.Module):
                 clean.to(self.dtype), self.state_norm.weight, self.config.rms_norm_eps
             )
         hidden = self._dit(self._mix(posterior, embedded, jump), jump, rope, context, num_candidates)
-        return F.linear(hidden, self._folded_head, self._folded_bias)
+        return self._logits(hidden, out)
 
     def _full_vocabulary(self, probs: torch.Tensor) -> torch.Tensor:
         """Scatter ``(rows, Vd)`` onto the whole vocabulary, 0 outside the draft vocabulary."""

@@ -94,6 +94,7 @@ class Drafter:
         self._buffers = pool_buffers(pool, model.config.num_hidden_layers)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DraftBlock]] = {}
         self._inputs: DraftInputs | None = None
+        self._logits: torch.Tensor | None = None
 
     @torch.inference_mode()
     def draft(self, inputs: DraftInputs) -> DraftBlock:
@@ -111,7 +112,7 @@ class Drafter:
         graph.replay()
         return DraftBlock(block.tokens[:size], block.logits[:size], from_graph=True)
 
-    def _draft(self, inputs: DraftInputs) -> DraftBlock:
+    def _draft(self, inputs: DraftInputs, out: torch.Tensor | None = None) -> DraftBlock:
         model, slots = self.model, self.serve.block_size
         rows = inputs.rows
         context = DraftContext(
@@ -133,7 +134,7 @@ class Drafter:
         offsets = row_offsets(inputs.seq_lens, slots)
         noise = gaussian_noise(seeds, offsets, model.noise_width, Stream.DRAFT_NOISE.value)
         logits = model.draft_logits(
-            noise, (inputs.seq_lens[:, None] + steps).reshape(-1), context
+            noise, (inputs.seq_lens[:, None] + steps).reshape(-1), context, out=out
         )
         tokens = sample_draft(
             logits,
@@ -157,16 +158,21 @@ class Drafter:
     def capture(self, sizes: Sequence[int], device: torch.device | str) -> None:
         """Capture one graph per batch size, largest first so that smaller ones reuse its memory."""
         self._inputs = DraftInputs.allocate(max(sizes), device)
+        slots = self.serve.block_size
+        # One buffer for all graphs: a graph's own output would stay allocated for its lifetime.
+        self._logits = torch.empty(
+            max(sizes) * slots, self.model.draft_vocab_size, dtype=self.model.dtype, device=device
+        )
         pool = torch.cuda.graph_pool_handle()
         graphs = {}
         for size in sorted(set(sizes), reverse=True):
-            inputs = self._inputs.head(size)
+            inputs, out = self._inputs.head(size), self._logits[: size * slots]
             for _ in range(2):  # compiles the kernels and sizes cuBLAS workspaces
-                self._draft(inputs)
+                self._draft(inputs, out)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                block = self._draft(inputs)
+                block = self._draft(inputs, out)
             graphs[size] = (graph, block)
         # Ascending, so that the first size that fits is the smallest.
         self._graphs = dict(sorted(graphs.items()))
