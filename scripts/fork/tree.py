@@ -75,7 +75,7 @@ def _build_tree(checkout: Checkout, folder: Path, force: bool, rebase: bool) -> 
         patches = read_series(checkout.patches)
         head = commit_series(git, "base", patches)
         own = git.text("rev-parse", "HEAD") if rebase and old and not fresh else None
-        git.text("reset", "-q", "--hard", head)
+        _check_out(git, head, force)
         done.append(f"applied {len(patches)} patches")
     upstream_files = set(git.bytes("ls-files", "-z").decode().split("\0")) - {""}
     links = plan_links(overlay_files(checkout.overlay), upstream_files)
@@ -85,18 +85,32 @@ def _build_tree(checkout: Checkout, folder: Path, force: bool, rebase: bool) -> 
     metadata.write_dist_info(checkout, folder)
     _write_stamp(folder, {**stamp, "links": links, "head": head if repatch else old["head"]})
     if repatch and own and own != old["head"]:
-        # The stamp is already that of the new series: after a conflict, git finishes what is left.
-        git.text("reset", "-q", "--hard", own)
-        result = git.run("rebase", "-q", "--onto", head, old["head"])
-        if result.returncode:
-            files = git.text("diff", "--name-only", "--diff-filter=U").replace("\n", ", ")
-            raise ForkError(
-                f"your commits conflict with the changed series in {files}; resolve them in "
-                f"{folder}, "
-                "`git rebase --continue`, then `make refresh`."
-            )
+        _carry_over(git, own, old["head"], head)
         done.append("rebased your commits")
     return f"{folder}: {', '.join([*done, f'linked {len(links)} overlay paths'])}"
+
+
+def _check_out(git: Git, head: str, force: bool) -> None:
+    """Puts branch `fork` and the files at `head`; with `force`, whatever state they are in."""
+    if force:
+        git.run("rebase", "--quit")
+        git.text("clean", "-q", "-f", "-d")
+    git.text("checkout", "-q", "--force", "-B", "fork", head)
+
+
+def _carry_over(git: Git, own: str, since: str, head: str) -> None:
+    """Replays the commits `since..own` on `head`.
+
+    Called when the stamp is that of the new series already, so that after a conflict git alone can
+    finish what is left.
+    """
+    git.text("reset", "-q", "--hard", own)
+    if git.run("rebase", "-q", "--onto", head, since).returncode:
+        files = ", ".join(git.text("diff", "--name-only", "--diff-filter=U").split())
+        raise ForkError(
+            f"your commits conflict with the changed series in {files}; resolve them in "
+            f"{git.folder}, `git rebase --continue`, then `make refresh`."
+        )
 
 
 def refresh(checkout: Checkout, folder: Path, force: bool = False) -> list[str]:

@@ -142,6 +142,25 @@ def test_rebase_carries_commits_over_to_the_changed_series(
     assert "OPTION_THREE" in text and "OPTION_TWENTY" in text
 
 
+def test_conflict_of_own_commits_is_named_and_force_gets_out(
+    patched: Checkout, tree: Path, commit: Callable[..., None]
+) -> None:
+    commit(tree, ARGS, "OPTION_3 ", "OPTION_THREE ", "args: spell three")
+    patch = patched.patches / "0001-args-add-draft.patch"
+    added = b"@@ -11 +12 @@ OPTION_2 = 'x'\n-OPTION_3 = 'the value of option 3'\n+OPTION_3 = 3\n"
+    patch.write_bytes(patch.read_bytes() + added)
+    with pytest.raises(ForkError, match=f"conflict with the changed series in {ARGS}; resolve"):
+        build_tree(patched, tree, rebase=True)
+    (tree / "sglang" / "scribble.py").touch()
+    build_tree(patched, tree, force=True)
+    git = Git(tree)
+    assert (
+        git.text("status", "--porcelain") == "" and git.text("branch", "--show-current") == "fork"
+    )
+    assert "OPTION_3 = 3" in (tree / ARGS).read_text()
+    assert (tree / "sglang/srt/flashmap/noise.py").exists()
+
+
 def test_refresh_refuses_a_message_without_header(
     checkout: Checkout, tree: Path, commit: Callable[..., None]
 ) -> None:
