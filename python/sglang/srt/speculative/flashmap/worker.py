@@ -115,6 +115,11 @@ class FlashMapWorker(BaseSpecWorker):
 
     def _attach_target(self) -> None:
         target = self.model_runner.model
+        if not hasattr(target, "set_dflash_layers_to_capture"):
+            raise ValueError(
+                f"FLASHMAP cannot read hidden states of a {type(target).__name__} target; serve it "
+                "with another --speculative-algorithm."
+            )
         owner = target if hasattr(target, "get_input_embeddings") else target.model
         embedding = unwrap_lora_layer(owner.get_input_embeddings())
         head = unwrap_lora_layer(getattr(target, "lm_head", None))
