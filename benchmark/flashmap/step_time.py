@@ -1,16 +1,17 @@
 """Milliseconds per decode step at Qwen3-8B shapes: plain decoding, FLASHMAP, upstream's DFLASH.
 
-    python benchmark/flashmap/step_time.py run --mode plain     --out out/steps
-    python benchmark/flashmap/step_time.py run --mode flashmap  --out out/steps --accept-length 4
-    python benchmark/flashmap/step_time.py run --mode flashmap  --out out/steps
-    python benchmark/flashmap/step_time.py run --mode dflash    --out out/steps --accept-length 4
+    python benchmark/flashmap/step_time.py compare --out out/steps plain flashmap:4 flashmap
     python benchmark/flashmap/step_time.py table --out out/steps
 
-Each ``run`` starts one engine with random weights on one GPU and writes one JSON file; ``table``
-prints them side by side. Milliseconds per step are (time of a run − time of a one-token run of
-other prompts of the same lengths) / verify steps, the median of several repeats; tokens per second
-are for the accept length of the run: simulated with ``--accept-length``, else the random draft's
-own, about 1. Compare numbers of one machine and one session only.
+``compare`` starts one engine per mode on one GPU, all at once (starting takes longest), then lets
+them measure one after another while the others idle; ``run`` measures a single mode. A mode is
+``plain``, ``flashmap`` or ``dflash``, with ``:N`` for a simulated accept length of N (upstream's
+SGLANG_SIMULATE_ACC_LEN) and ``@T`` for a sampling temperature. Weights are random, so without a
+simulated length nearly nothing is accepted. ``table`` prints the results in ``--out``.
+
+Milliseconds per step are (time of a run − time of a one-token run of other prompts of the same
+lengths) / verify steps, the median of several repeats; tokens per second belong to the accept
+length of the run. Compare numbers of one machine and one session only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,7 +40,9 @@ def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
         cuda_graph_bs_decode=sorted(set(options.batch_sizes)),
         max_running_requests=max(options.batch_sizes),
         context_length=max(options.context + options.tokens + 64, 4096),
-        mem_fraction_static=options.mem_fraction_static,
+        # Pools are bounded by tokens, so that several engines fit beside each other.
+        mem_fraction_static=0.9,
+        max_total_tokens=max(options.batch_sizes) * (options.context + options.tokens + 64),
         random_seed=0,
         log_level="warning" if not options.verbose else "info",
     )
@@ -116,6 +120,11 @@ def run(options: argparse.Namespace) -> None:
         batches={},
     )
     print(f"{result['label']}: started in {result['start_s']} s", flush=True)
+    if options.turn:
+        turn = Path(options.turn)
+        turn.with_suffix(".ready").touch()
+        while not turn.exists():
+            time.sleep(0.2)
     for batch_size in options.batch_sizes:
         row = measure(engine, batch_size, options, seed=batch_size)
         result["batches"][str(batch_size)] = row
@@ -144,6 +153,32 @@ def profile(engine, options: argparse.Namespace) -> None:
         )
         engine.generate(input_ids=prompts, sampling_params=params)
         engine.stop_profile()
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Run every mode of ``options.modes`` in a process of its own and print the table."""
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    processes = []
+    for i, mode in enumerate(options.modes):
+        name, _, temperature = mode.partition("@")
+        name, _, length = name.partition(":")
+        turn = out / f"turn{i}"
+        for stale in (turn, turn.with_suffix(".ready")):
+            stale.unlink(missing_ok=True)
+        command = [sys.executable, __file__, "run", "--mode", name, "--out", str(out)]
+        command += ["--turn", str(turn), "--accept-length", length or "0"]
+        command += ["--temperature", temperature or "0", *options.passed_on]
+        with (out / f"log{i}.txt").open("w") as log:
+            processes.append((turn, subprocess.Popen(command, stdout=log, stderr=log)))
+    for turn, process in processes:
+        while not turn.with_suffix(".ready").exists() and process.poll() is None:
+            time.sleep(0.5)
+    for turn, process in processes:
+        turn.touch()
+        if process.wait():
+            print(f"failed: {' '.join(process.args)}; see {out}", file=sys.stderr)
+    table(options)
 
 
 def label_of(options: argparse.Namespace) -> str:
@@ -190,14 +225,20 @@ def main() -> None:
     one.add_argument("--context", type=int, default=256)
     one.add_argument("--tokens", type=int, default=160)
     one.add_argument("--repeats", type=int, default=3)
-    one.add_argument("--mem-fraction-static", type=float, default=0.7)
+    one.add_argument("--turn", help="measure only when this file exists (set by compare)")
     one.add_argument("--attention-backend")
     one.add_argument("--profile", help="write a trace of a short run per batch size here")
     one.add_argument("--verbose", action="store_true")
     merge = verbs.add_parser("table", help="print the measured modes side by side")
     merge.add_argument("--out", required=True)
-    options = parser.parse_args()
-    {"run": run, "table": table}[options.verb](options)
+    several = verbs.add_parser("compare", help="measure several modes side by side")
+    several.add_argument("modes", nargs="+", help="plain, flashmap, flashmap:4, flashmap@1, dflash:4")
+    several.add_argument("--out", required=True)
+    options, passed_on = parser.parse_known_args()
+    if passed_on and options.verb != "compare":
+        parser.error(f"unknown arguments {passed_on}")
+    options.passed_on = passed_on
+    {"run": run, "table": table, "compare": compare}[options.verb](options)
 
 
 if __name__ == "__main__":
