@@ -62,6 +62,21 @@ def test_noise_is_gumbel_to_float32_precision() -> None:
     assert noise.isfinite().all() and noise.max() > 11
 
 
+def test_draws_follow_the_exact_noise_closely(launch: Callable) -> None:
+    """Two columns, the first ahead or behind by 3e-5 of what the float64 noise says it needs."""
+    seeds, offsets = torch.arange(100_000), torch.zeros(100_000, dtype=torch.int64)
+    words = philox_torch(seeds[:, None], offsets[:, None], torch.zeros(1).long(), SAMPLER_STREAM)
+    v = (words[:, 0, :2].double() + 0.5) / 2**32
+    # The smallest, where float32 is short of bits, and those on both sides of 2**-8.
+    rows = torch.cat((v[:, 0].argsort()[:40], (v[:, 0] - 2**-8).abs().argsort()[:40]))
+    lead = (-(-(-v[rows]).log1p()).log()).diff(dim=1)[:, 0]
+    for margin, winner in ((3e-5, 0), (-3e-5, 1)):
+        logits = torch.stack((lead + margin, torch.zeros_like(lead)), dim=1).float()
+        args = (logits, None, torch.ones(len(rows)), seeds[rows], offsets[rows])
+        assert (sample_draft(*args) == winner).all()
+        assert (launch("sampler.sample_draft", *args) == winner).all()
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0], ids=["T0.5", "T1", "T2"])
 def test_small_vocabulary_chi_square(temperature: float) -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, float("-inf"), -3.0, 0.5]])

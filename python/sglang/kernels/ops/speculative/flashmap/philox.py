@@ -13,8 +13,6 @@ the same numbers alone or in any batch, in the kernel or in the reference. The d
 The Triton kernels call ``tl.philox`` with the same words.
 """
 
-from typing import Tuple
-
 import torch
 
 SAMPLER_STREAM = 1
@@ -23,12 +21,6 @@ _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-
-
-def _multiply(constant: int, word: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    # The int64 product may wrap around; its bits are those of the unsigned product all the same.
-    product = word * constant
-    return (product >> 32) & _WORD, product & _WORD
 
 
 def philox_torch(
@@ -46,11 +38,13 @@ def philox_torch(
         int64 in ``[0, 2**32)``, of the broadcast shape with a last dimension of 4.
     """
     k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
-    c0, c2, c3 = torch.broadcast_tensors(quads, offsets & _WORD, (offsets >> 32) & _WORD)
-    c1 = torch.full_like(c0, stream)
+    c0, c1, c2, c3 = quads, stream, offsets & _WORD, (offsets >> 32) & _WORD
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        # An int64 product may wrap around; its bits are those of the unsigned product all the same.
+        # Low words keep their high bits until they are used.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) ^ c1 ^ k0) & _WORD
+        c2 = ((product0 >> 32) ^ c3 ^ k1) & _WORD
+        c1, c3 = product1, product0
         k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    return torch.stack((c0, c1, c2, c3), dim=-1)
+    return torch.stack((c0, c1 & _WORD, c2, c3 & _WORD), dim=-1)

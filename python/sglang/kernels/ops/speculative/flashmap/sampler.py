@@ -6,15 +6,14 @@ identity). The noise comes from :mod:`.philox` keyed by the row's seed, offset a
 is no noise buffer and a row's draw does not depend on the batch around it.
 
 The noise is ``-log(E)`` with ``E = -log(1 - v)`` exponential and ``v = (word + 1/2) / 2**32``. What
-decides a draw are the smallest ``E``; for them ``1 - v`` would lose the low bits of ``v`` in
-float32, so ``E`` is a series there: ``v (1 + v / 2 + v**2 / 3)`` below ``2**-8``, off by less than
-``v**3 / 4 < 2**-26`` of it. Columns of probability down to about ``2**-32`` are thus drawn as often
-as they should be. The greatest words would round to ``v = 1``, whose noise of -inf would hide the
-only column of a row, so ``v`` stops at the float32 below 1.
+decides a draw are the smallest ``E``, for which ``1 - v`` in float32 would lose the low bits of
+``v``. The reference has ``log1p``; the kernel takes ``E = v (1 + v / 2 + v**2 / 3)`` below
+``2**-8``, off by less than ``v**3 / 4 < 2**-26`` of it. Columns of probability down to about
+``2**-32`` are thus drawn as often as they should be.
 
 ``v >= 2**-33`` bounds the noise by 22.9. A tile of columns whose largest logit is more than that
-below the best key so far cannot win, and the kernel skips its noise. This changes no draw. Draft
-vocabularies are ranked by frequency and draft distributions are peaked, so most tiles are skipped.
+below the best key so far cannot win, and the kernel skips its noise, which changes no draw. At low
+temperatures most tiles of a peaked distribution are skipped.
 
 The vocabulary is split over programs when there are few rows, and a second kernel picks the best
 split.
@@ -33,8 +32,8 @@ _BLOCK = 2048
 _PROGRAMS_PER_SM = 4
 _SERIES_BELOW = 2.0**-8
 _MAX_NOISE = 22.9
-# Columns of noise the reference holds at a time.
-_REFERENCE_COLUMNS = 1 << 21
+# Columns of noise the reference holds at a time: few enough for a core's cache.
+_REFERENCE_COLUMNS = 1 << 17
 
 
 def gumbel_noise_torch(
@@ -45,8 +44,7 @@ def gumbel_noise_torch(
     words = philox_torch(seeds[:, None], offsets[:, None], quads, stream)
     v = words.flatten(1)[:, :columns].float() * 2.0**-32 + 2.0**-33
     v = v.clamp_max(1 - 2.0**-24)
-    series = v * (1 + v * (0.5 + v * (1 / 3)))
-    return -torch.where(v < _SERIES_BELOW, series, -torch.log(1 - v)).log()
+    return -(-torch.log1p(-v)).log()
 
 
 def sample_draft_torch(
