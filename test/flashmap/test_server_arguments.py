@@ -1,0 +1,302 @@
+"""`--speculative-algorithm FLASHMAP` through upstream's argument resolution, without a server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from release_folder import VOCAB_FILE, WEIGHTS, edit, write_release, write_target
+from sglang.srt.arg_groups import flashmap_hook
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.configs.flashmap import FlashMapConfig
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds `target` and `draft`."""
+    root = tmp_path_factory.mktemp("models")
+    write_target(root / "target")
+    write_release(root / "draft")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Resolution sets variables for the processes it would start; no test may use a network."""
+    before = dict(os.environ)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def resolve(folders: Path) -> Callable:
+    """Resolves a command line; options in `flags` come last and win."""
+
+    def run(flags: str = "", *, target: Path | None = None, draft: Path | str | None = None) -> Any:
+        command = ["--model-path", str(target or folders / "target"), "--device", "cpu"]
+        command += ["--speculative-algorithm", "FLASHMAP", "--mem-fraction-static", "0.1"]
+        command += ["--speculative-draft-model-path", str(draft or folders / "draft")]
+        server_args = prepare_server_args(command + flags.split())
+        server_args.resolve_once()
+        return resolved_view(server_args)
+
+    return run
+
+
+def test_defaults(resolve: Callable) -> None:
+    view = resolve()
+    assert view.speculative_algorithm == "FLASHMAP"
+    assert view.speculative_num_draft_tokens == 9  # the anchor and the block
+    assert view.speculative_num_steps == view.speculative_eagle_topk == 1
+    assert view.speculative_flashmap_num_steps is view.speculative_flashmap_draft_vocab_size is None
+    assert view.attention_backend == "torch_native"
+    assert view.disable_overlap_schedule
+
+
+@pytest.mark.parametrize("name", ["FLASHMAP", "flashmap", "FlashMap"])
+def test_the_algorithms_name_in_any_case(resolve: Callable, name: str) -> None:
+    view = resolve(f"--speculative-algorithm {name}")
+    assert view.speculative_algorithm == "FLASHMAP" and view.speculative_num_draft_tokens == 9
+
+
+ACCEPTED = {
+    "narrowest": ("--speculative-num-draft-tokens 2", dict(speculative_num_draft_tokens=2)),
+    "widest": ("--speculative-num-draft-tokens 9", dict(speculative_num_draft_tokens=9)),
+    "one-step": ("--speculative-num-steps 1 --speculative-eagle-topk 1", {}),
+    "3-jumps": ("--speculative-flashmap-num-steps 3", dict(speculative_flashmap_num_steps=3)),
+    "vocabulary": (
+        "--speculative-flashmap-draft-vocab-size 20",
+        dict(speculative_flashmap_draft_vocab_size=20),
+    ),
+    "whole-vocabulary": ("--speculative-flashmap-draft-vocab-size 0", {}),
+    "block-verification": (
+        "--speculative-use-block-verification",
+        dict(speculative_use_block_verification=True),
+    ),
+    "pages": ("--page-size 16", dict(page_size=16)),
+    "quantized-target": (
+        "--quantization fp8",
+        dict(quantization="fp8", speculative_draft_model_quantization=None),
+    ),
+    "unquantized-draft": ("--speculative-draft-model-quantization unquant", {}),
+}
+
+
+@pytest.mark.parametrize("flags, resolved", ACCEPTED.values(), ids=ACCEPTED)
+def test_accepted_flags(resolve: Callable, flags: str, resolved: dict) -> None:
+    view = resolve(flags)
+    for name, value in resolved.items():
+        assert getattr(view, name) == value
+
+
+LEAVE_OUT = "leave it out, or serve with another --speculative-algorithm"
+UNSUPPORTED = [
+    "--tp-size 2",
+    "--pp-size 2",
+    "--enable-dp-attention",
+    "--disaggregation-mode prefill",
+    "--enable-hierarchical-cache",
+    "--enable-unified-memory",
+    "--enable-two-batch-overlap",
+    "--enable-pdmux",
+    "--enable-mixed-chunk",
+    "--speculative-adaptive",
+    "--speculative-token-map map.pt",
+    "--speculative-draft-window-size 64",
+    "--speculative-draft-model-quantization fp8",
+    "--speculative-draft-attention-backend triton",
+    "--speculative-dflash-block-size 4",
+    "--speculative-accept-threshold-single 0.9",
+]
+
+
+@pytest.mark.parametrize("flag", UNSUPPORTED, ids=lambda flag: flag.split()[0][2:])
+def test_unsupported_flags(resolve: Callable, flag: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"FLASHMAP does not support {flag.split()[0]}.*{LEAVE_OUT}"
+    ):
+        resolve(flag)
+
+
+def test_all_unsupported_flags_are_named_at_once(resolve: Callable) -> None:
+    with pytest.raises(
+        ValueError, match="--enable-mixed-chunk, --speculative-token-map; leave them"
+    ):
+        resolve("--speculative-token-map map.pt --enable-mixed-chunk")
+
+
+REFUSED = {
+    "accept-threshold": ("--speculative-accept-threshold-acc 0.9", "would make the output lossy"),
+    "num-steps": ("--speculative-num-steps 3", "leave out --speculative-num-steps 3"),
+    "topk": ("--speculative-eagle-topk 4", "leave out --speculative-eagle-topk 4"),
+    "width-1": (
+        "--speculative-num-draft-tokens 1",
+        "must be from 2 to 9 for this draft's block size 8",
+    ),
+    "width-10": ("--speculative-num-draft-tokens 10", "--speculative-num-draft-tokens 10 .*2 to 9"),
+    "no-grid": (
+        "--speculative-flashmap-num-steps 2",
+        "--speculative-flashmap-num-steps 2: .* no jump grid for 2 steps; choose one of 1, 3",
+    ),
+    "0-jumps": ("--speculative-flashmap-num-steps 0", "no jump grid for 0 steps"),
+    "vocabulary-negative": (
+        "--speculative-flashmap-draft-vocab-size -1",
+        r"draft-vocab-size -1 must be from 0 \(the whole vocabulary\) to 60",
+    ),
+    "vocabulary-61": ("--speculative-flashmap-draft-vocab-size 61", "must be from 0 .* to 60"),
+    "backend": (
+        "--attention-backend triton",
+        "cannot verify with --attention-backend triton on cpu; choose torch_native",
+    ),
+    "decode-backend": ("--decode-attention-backend flashinfer", "cannot verify with .* flashinfer"),
+}
+
+
+@pytest.mark.parametrize("flags, message", REFUSED.values(), ids=REFUSED)
+def test_refused_values(resolve: Callable, flags: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(flags)
+
+
+def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashmap_hook, "resolving_view", lambda _: SimpleNamespace(device="xpu:0"))
+    with pytest.raises(ValueError, match="not on --device xpu:0; choose cuda or cpu"):
+        flashmap_hook.handle_flashmap(None)
+
+
+@pytest.mark.parametrize(
+    "device, backend, fine",
+    [
+        ("cuda", "fa3", True),
+        ("cuda:1", "triton", True),
+        ("cuda", "flashinfer", True),
+        ("cuda", "trtllm_mha", False),
+        ("cuda", "torch_native", False),
+        ("cpu", "torch_native", True),
+        ("cpu", "intel_amx", False),
+    ],
+)
+def test_attention_backends_that_verify(
+    device: str, backend: str, fine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = SimpleNamespace(
+        device=device,
+        attention_backend=backend,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
+    )
+    monkeypatch.setattr(flashmap_hook, "resolved_view", lambda server_args: view)
+    if fine:
+        flashmap_hook._check_attention_backend(None)
+        return
+    with pytest.raises(ValueError, match=f"--attention-backend {backend} on {device}; choose "):
+        flashmap_hook._check_attention_backend(None)
+
+
+TARGETS = {
+    "hidden-size": (dict(hidden_size=64), "target_hidden_size 32 .* the served target has 64"),
+    "vocabulary": (dict(vocab_size=124), "vocab_size 60 .* the served target has 124"),
+    "layers": (dict(num_hidden_layers=4), r"outputs of target layers \[3\]"),
+}
+
+
+@pytest.mark.parametrize("changes, message", TARGETS.values(), ids=TARGETS)
+def test_a_target_the_draft_was_not_made_for(
+    resolve: Callable, tmp_path: Path, changes: dict, message: str
+) -> None:
+    target = write_target(tmp_path / "target", **changes)
+    with pytest.raises(ValueError, match=message):
+        resolve(target=target)
+
+
+CONFIGS = {
+    "flow": (dict(flow_map=False), "flow_map is false"),
+    "grid": (dict(jump_grids={"1": [0, 2]}), r"jump_grids\['1'\] must rise"),
+    "no-layer-ids": (dict(target_layer_ids=...), "lacks target_layer_ids"),
+    "other-vocabulary": (dict(vocab_size=124), "vocab_size 124 .* the served target has 60"),
+    "more-layers": (dict(num_hidden_layers=3), "lacks layers.2"),
+    "wider": (dict(intermediate_size=97), r"mlp.fc1.* has shape \(96.*asks for \(97"),
+}
+
+
+@pytest.mark.parametrize("changes, message", CONFIGS.values(), ids=CONFIGS)
+def test_a_release_whose_config_does_not_fit(
+    resolve: Callable, tmp_path: Path, changes: dict, message: str
+) -> None:
+    draft = write_release(tmp_path / "draft", **changes)
+    with pytest.raises(ValueError, match=message):
+        resolve(draft=draft)
+
+
+def test_a_release_with_a_missing_tensor(resolve: Callable, tmp_path: Path) -> None:
+    draft = write_release(tmp_path / "draft")
+    edit(draft / WEIGHTS, lambda tensors: tensors.pop("head.bias"))
+    with pytest.raises(ValueError, match="lacks head.bias"):
+        resolve(draft=draft)
+    resolve("--load-format dummy", draft=draft)
+    resolve("--speculative-draft-load-format dummy", draft=draft)
+
+
+def test_a_release_without_ranking(resolve: Callable, folders: Path, tmp_path: Path) -> None:
+    draft = Path(shutil.copytree(folders / "draft", tmp_path / "draft"))
+    (draft / VOCAB_FILE).unlink()
+    resolve(draft=draft)
+    resolve("--speculative-flashmap-draft-vocab-size 60", draft=draft)
+    with pytest.raises(ValueError, match="pass --speculative-flashmap-draft-vocab-size 0"):
+        resolve("--speculative-flashmap-draft-vocab-size 20", draft=draft)
+
+
+def test_no_draft(folders: Path) -> None:
+    command = f"--model-path {folders / 'target'} --device cpu --speculative-algorithm FLASHMAP"
+    server_args = prepare_server_args(command.split())
+    with pytest.raises(ValueError, match="needs a draft: pass --speculative-draft-model-path"):
+        server_args.resolve_once()
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("", dict(verify_width=9, grid=(0.0, 1.0), draft_vocab_size=0, block_verification=False)),
+        (
+            "--speculative-num-draft-tokens 4 --speculative-flashmap-num-steps 3 "
+            "--speculative-flashmap-draft-vocab-size 20 --speculative-use-block-verification",
+            dict(
+                verify_width=4,
+                grid=(0.0, 0.5, 0.75, 1.0),
+                draft_vocab_size=20,
+                block_verification=True,
+            ),
+        ),
+        ("--speculative-flashmap-draft-vocab-size 60", dict(draft_vocab_size=0)),
+    ],
+    ids=["defaults", "all", "every-token"],
+)
+def test_serve_config(resolve: Callable, folders: Path, flags: str, expected: dict) -> None:
+    config = FlashMapConfig.from_pretrained(folders / "draft")
+    serve = FlashMapServeConfig.from_spec(resolve(flags), config)
+    assert serve.block_size == 8
+    for name, value in expected.items():
+        assert getattr(serve, name) == value
+    assert serve.num_drafts == serve.verify_width - 1
+    assert serve.jumps == list(zip(serve.grid[:-1], serve.grid[1:], strict=True))
+
+
+def test_the_checkpoints_own_draft_vocabulary(resolve: Callable, tmp_path: Path) -> None:
+    draft = write_release(tmp_path / "draft", draft_vocab_size=25)
+    config = FlashMapConfig.from_pretrained(draft)
+    for flags, size in (
+        ("", 25),
+        ("--speculative-flashmap-draft-vocab-size 0", 0),
+        ("--speculative-flashmap-draft-vocab-size 10", 10),
+    ):
+        serve = FlashMapServeConfig.from_spec(resolve(flags, draft=draft), config)
+        assert serve.draft_vocab_size == size
