@@ -14,9 +14,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sglang.kernels.ops.speculative.flashmap.philox import SAMPLER_STREAM
 from sglang.srt.speculative.flashmap import verify
-from sglang.srt.speculative.flashmap.noise import Stream, stream_seeds
+from sglang.srt.speculative.flashmap.noise import Stream
 from sglang.srt.speculative.flashmap.verify import Accepted, accept_greedy, merge_accepted
 from toy_chain import VOCAB, ToyChain, keep_tokens, random_draft, random_target
 
@@ -169,7 +168,7 @@ def small_coins(seeds, offsets, width, stream):
 
 def words_of_the_drafts(seeds, offsets, width, stream):
     """Accept coins out of the very words that the draft tokens were drawn from."""
-    return UNIFORM(stream_seeds(seeds, Stream.DRAFT_TOKEN), offsets, width, SAMPLER_STREAM)
+    return UNIFORM(seeds, offsets, width, Stream.DRAFT_TOKEN.value)
 
 
 RESIDUAL, UNIFORM = verify._residual, verify.uniform_noise

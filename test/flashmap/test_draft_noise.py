@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.kernels.ops.speculative.flashmap.noise import uniform_noise_torch
+from sglang.kernels.ops.speculative.flashmap.philox import SAMPLER_STREAM
 from sglang.srt.speculative.flashmap.noise import (
     ROWS_PER_ANCHOR,
     SeedTable,
@@ -13,7 +15,6 @@ from sglang.srt.speculative.flashmap.noise import (
     noise_factor,
     request_seed,
     row_offsets,
-    stream_seeds,
 )
 
 
@@ -82,11 +83,11 @@ def test_row_offsets_are_distinct_over_positions_and_rows() -> None:
         row_offsets(anchors, ROWS_PER_ANCHOR + 1)
 
 
-def test_stream_seeds_are_distinct() -> None:
-    seeds = torch.randint(-(2**63), 2**63 - 1, (5_000,))
-    derived = torch.cat([seeds, *(stream_seeds(seeds, stream) for stream in Stream)])
-    assert derived.unique().numel() == derived.numel()
-    assert len({stream.value for stream in Stream} | {1}) == len(Stream) + 1  # 1: the sampler's own
+def test_streams_of_one_seed_draw_different_numbers() -> None:
+    seeds, offsets = torch.tensor([7]), torch.tensor([9])
+    draws = [uniform_noise_torch(seeds, offsets, 64, stream.value) for stream in Stream]
+    draws.append(uniform_noise_torch(seeds, offsets, 64, SAMPLER_STREAM))
+    assert torch.cat(draws).unique().numel() == 64 * (len(Stream) + 1)
 
 
 def test_seed_table_places_requests_at_their_rows() -> None:

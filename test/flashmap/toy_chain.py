@@ -8,7 +8,7 @@ from math import pi, prod
 
 import torch
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
-from sglang.srt.speculative.flashmap.noise import Stream, row_offsets, stream_seeds
+from sglang.srt.speculative.flashmap.noise import Stream, row_offsets
 from sglang.srt.speculative.flashmap.verify import Accepted, accept_rejection, propose
 
 VOCAB = 5
@@ -94,8 +94,9 @@ class ToyChain:
             logits.flatten(0, 1),
             self.ids,
             temperatures.repeat_interleave(steps),
-            stream_seeds(seeds.repeat_interleave(steps), Stream.DRAFT_TOKEN),
+            seeds.repeat_interleave(steps),
             row_offsets(anchors, steps),
+            Stream.DRAFT_TOKEN.value,
         ).view(draws, steps)
         column_of = None
         if self.ids is not None:

@@ -18,12 +18,7 @@ from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
-from sglang.srt.speculative.flashmap.noise import (
-    SeedTable,
-    Stream,
-    row_offsets,
-    stream_seeds,
-)
+from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +135,9 @@ class Drafter:
             logits,
             model.draft_ids,
             inputs.temperatures.repeat_interleave(slots),
-            stream_seeds(seeds, Stream.DRAFT_TOKEN),
+            seeds,
             offsets,
+            Stream.DRAFT_TOKEN.value,
         )
         size = rows.shape[0]
         return DraftBlock(

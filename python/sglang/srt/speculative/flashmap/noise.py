@@ -24,20 +24,10 @@ _VOCAB_CHUNK = 8192
 class Stream(IntEnum):
     """What a draw is for; different streams of one (seed, offset) are independent."""
 
-    DRAFT_NOISE = 2  # 1 is the sampler's own stream
+    DRAFT_NOISE = 2  # 1 is what the sampler draws from when it is not told
     ACCEPT_COIN = 3
     DRAFT_TOKEN = 4
     TARGET_TOKEN = 5
-
-
-def stream_seeds(seeds: torch.Tensor, stream: Stream) -> torch.Tensor:
-    """``seeds`` of an operation that has no stream of its own, distinct per ``stream``.
-
-    Multiplication by an odd constant is a bijection of 64-bit integers, so distinct requests keep
-    distinct seeds.
-    """
-    # 2^64 / golden ratio, the usual Weyl increment, as a signed integer.
-    return (seeds + stream.value) * -7046029254386353131
 
 
 def row_offsets(anchors: torch.Tensor, rows: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 
 from sglang.kernels.ops.speculative.flashmap.noise import uniform_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
-from sglang.srt.speculative.flashmap.noise import ROWS_PER_ANCHOR, Stream, stream_seeds
+from sglang.srt.speculative.flashmap.noise import ROWS_PER_ANCHOR, Stream
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ def accept_rejection(
         weights.log(),
         None,
         torch.ones_like(scale),
-        stream_seeds(seeds, Stream.TARGET_TOKEN),
+        seeds,
         offsets,
+        Stream.TARGET_TOKEN.value,
     )
     return Accepted(num_correct, bonus)
 
