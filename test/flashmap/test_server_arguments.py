@@ -47,6 +47,7 @@ def resolve(folders: Path) -> Callable:
         command += ["--speculative-draft-model-path", str(draft or folders / "draft")]
         server_args = prepare_server_args(command + flags.split())
         server_args.resolve_once()
+        server_args.check_server_args()
         return resolved_view(server_args)
 
     return run
@@ -125,6 +126,11 @@ def test_unsupported_flags(resolve: Callable, flag: str) -> None:
         ValueError, match=f"FLASHMAP does not support {flag.split()[0]}.*{LEAVE_OUT}"
     ):
         resolve(flag)
+
+
+def test_lora(resolve: Callable) -> None:
+    with pytest.raises(ValueError, match="LoRA is only compatible with .*, not FLASHMAP"):
+        resolve("--enable-lora --max-lora-rank 8 --lora-target-modules all")
 
 
 def test_all_unsupported_flags_are_named_at_once(resolve: Callable) -> None:

@@ -6,32 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sampling_fields import NO_TOP_K, sampling_info
 from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
 from sglang.srt.speculative.flashmap.target_probs import target_probs
 
 WIDTH = 3
-NO_TOP_K = 1 << 30
-
-
-def sampling_info(
-    temperatures: list[float],
-    top_ks: list[int] | None = None,
-    top_ps: list[float] | None = None,
-    min_ps: list[float] | None = None,
-) -> SimpleNamespace:
-    """The fields of a `SamplingBatchInfo` that decide a distribution, filled as upstream does."""
-    size = len(temperatures)
-    bounded = top_ks is not None and max(top_ks) < NO_TOP_K
-    return SimpleNamespace(
-        temperatures=torch.tensor(temperatures)[:, None],
-        top_ks=torch.tensor(top_ks or [NO_TOP_K] * size, dtype=torch.int32),
-        top_ps=torch.tensor(top_ps or [1.0] * size),
-        min_ps=torch.tensor(min_ps or [0.0] * size),
-        need_top_k_sampling=top_ks is not None,
-        need_top_p_sampling=top_ps is not None,
-        need_min_p_sampling=min_ps is not None,
-        max_top_k=max(top_ks) if bounded else None,
-    )
 
 
 def normal_sampler(logits: torch.Tensor, info: SimpleNamespace) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""How the worker chooses temperatures and accept rules per request of a mixed batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sampling_fields import NO_TOP_K, sampling_info
+from sglang.srt.speculative.flashmap import worker as worker_module
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.drafter import DraftBlock
+from sglang.srt.speculative.flashmap.verify import accept_greedy, accept_rejection, propose
+from sglang.srt.speculative.flashmap.worker import FlashMapWorker
+
+BLOCK, WIDTH, VOCAB = 4, 4, 40
+IDS = torch.arange(0, VOCAB, 2)
+
+
+def make_worker(
+    *, restricted: bool = False, block_verification: bool = False, simulated: float = 0.0
+) -> FlashMapWorker:
+    """A worker of which only the rules are there: no target, no pools."""
+    worker = FlashMapWorker.__new__(FlashMapWorker)
+    columns = torch.zeros(VOCAB, dtype=torch.int32)
+    columns[IDS] = torch.arange(len(IDS), dtype=torch.int32)
+    worker.serve = FlashMapServeConfig(
+        block_size=BLOCK,
+        verify_width=WIDTH,
+        grid=(0.0, 1.0),
+        draft_vocab_size=len(IDS) if restricted else 0,
+        block_verification=block_verification,
+    )
+    worker.draft_model = SimpleNamespace(
+        draft_ids=IDS if restricted else None, draft_columns=columns if restricted else None
+    )
+    worker._seed_table = SimpleNamespace(seeds=torch.tensor([11, 22, 33, 44, 55]))
+    worker._simulated_length = simulated
+    return worker
+
+
+def make_step(info: SimpleNamespace | None, size: int, restricted: bool = False) -> tuple:
+    """Batch, drafted block, verified drafts and target logits of a step of `size` requests."""
+    batch = SimpleNamespace(
+        sampling_info=info,
+        seq_lens=torch.arange(size) + 9,
+        req_pool_indices=torch.tensor([4, 0, 2])[:size],
+    )
+    tokens = torch.randint(VOCAB, (size, BLOCK)) // 2 * 2
+    columns = len(IDS) if restricted else VOCAB
+    block = DraftBlock(tokens, 2 * torch.randn(size, BLOCK, columns), from_graph=False)
+    logits = 2 * torch.randn(size * WIDTH, VOCAB)
+    logits[torch.arange(size) * WIDTH, tokens[:, 0]] += 6  # so that some drafts are kept
+    return batch, block, tokens[:, : WIDTH - 1], logits
+
+
+@pytest.mark.parametrize(
+    "info", [None, sampling_info([1.0] * 3, top_ks=[1] * 3)], ids=["none", "k1"]
+)
+def test_a_greedy_batch_computes_no_distribution(
+    info: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "target_probs", None)
+    monkeypatch.setattr(worker_module, "propose", None)
+    batch, block, drafts, logits = make_step(info, 3)
+    accepted = make_worker()._accept(batch, block, drafts, logits)
+    expected = accept_greedy(drafts, logits.argmax(-1).view(3, WIDTH))
+    assert torch.equal(accepted.num_correct, expected.num_correct)
+    assert torch.equal(accepted.bonus, expected.bonus)
+    assert accepted.num_correct.max() > 0
+
+
+@pytest.mark.parametrize("restricted", [False, True], ids=["whole", "restricted"])
+@pytest.mark.parametrize("block", [False, True], ids=["token-wise", "block-wise"])
+def test_each_row_of_a_mixed_batch_follows_its_own_rule(block: bool, restricted: bool) -> None:
+    """Rows 0 and 2 sample, row 1 is greedy; γ = 3 drafts of a block of 4 are verified."""
+    temperatures, top_ks = [0.8, 1.0, 1.3], [NO_TOP_K, 1, 12]
+    info = sampling_info(temperatures, top_ks=top_ks)
+    worker = make_worker(restricted=restricted, block_verification=block)
+    batch, draft, drafts, logits = make_step(info, 3, restricted)
+    accepted = worker._accept(batch, draft, drafts, logits)
+
+    greedy = accept_greedy(drafts, logits.argmax(-1).view(3, WIDTH))
+    assert accepted.num_correct[1] == greedy.num_correct[1]
+    assert accepted.bonus[1] == greedy.bonus[1]
+
+    probs = (logits.view(3, WIDTH, VOCAB) / torch.tensor(temperatures)[:, None, None]).softmax(-1)
+    kept = probs[2].topk(12).indices
+    filtered = torch.zeros_like(probs[2]).scatter_(1, kept, probs[2].gather(1, kept))
+    probs[2] = filtered / filtered.sum(-1, keepdim=True)
+    proposal = propose(
+        draft.logits[:, : WIDTH - 1],
+        drafts,
+        temperatures=torch.tensor(temperatures),
+        ids=worker.draft_model.draft_ids,
+        column_of=worker.draft_model.draft_columns,
+    )
+    expected = accept_rejection(
+        drafts,
+        probs,
+        proposal,
+        seeds=torch.tensor([55, 11, 33]),  # of rows 4, 0, 2
+        anchors=batch.seq_lens,
+        block_verification=block,
+    )
+    assert torch.equal(accepted.num_correct[[0, 2]], expected.num_correct[[0, 2]])
+    assert torch.equal(accepted.bonus[[0, 2]], expected.bonus[[0, 2]])
+
+
+@pytest.mark.parametrize("length", [1, 3, WIDTH], ids=lambda n: f"length-{n}")
+def test_a_simulated_accept_length_replaces_every_rule(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "SIMULATE_ACC_METHOD", "match-expected")
+    batch, block, drafts, logits = make_step(sampling_info([1.0] * 3), 3)
+    accepted = make_worker(simulated=length)._accept(batch, block, drafts, logits)
+    assert accepted.num_correct.tolist() == [length - 1] * 3
+    assert torch.equal(accepted.bonus, logits.argmax(-1).view(3, WIDTH)[:, length - 1])
+
+
+def test_draft_inputs() -> None:
+    """A request drafts at its own temperature: the argmax when greedy, never a division by zero."""
+    info = sampling_info([0.7, 1.0, 0.0], top_ks=[NO_TOP_K, 1, NO_TOP_K])
+    batch, *_ = make_step(info, 3)
+    anchors = torch.tensor([7, 8, 9])
+    inputs = make_worker()._draft_inputs(batch, anchors)
+    torch.testing.assert_close(inputs.temperatures, torch.tensor([0.7, 0.0, 1e-5]))
+    assert torch.equal(inputs.anchors, anchors)
+    assert torch.equal(inputs.seq_lens, batch.seq_lens)
+    assert inputs.rows.tolist() == [4, 0, 2] and inputs.active.tolist() == [1, 1, 1]
+    assert inputs.seq_lens.dtype == inputs.rows.dtype == torch.int64
+
+    batch.sampling_info = None
+    assert make_worker()._draft_inputs(batch, anchors).temperatures.tolist() == [0.0] * 3
