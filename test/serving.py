@@ -13,6 +13,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,8 +54,10 @@ class Server:
         self.env = server_environment(env or {})
         self.start_timeout = start_timeout
         self.process: subprocess.Popen | None = None
-        self._log = tempfile.NamedTemporaryFile(prefix="sglang-", suffix=".log", delete=False)
-        self.log_path = Path(self._log.name)
+        # Sockets and whatever else the server puts into the temporary folder go there too.
+        self.folder = Path(tempfile.mkdtemp(prefix="sglang-"))
+        self.log_path = self.folder / "log"
+        self.env["TMPDIR"] = str(self.folder)
 
     def __enter__(self) -> Server:
         self.start()
@@ -63,21 +66,22 @@ class Server:
     def __exit__(self, exc_type: object, *_: object) -> None:
         self.stop()
         if exc_type is None:
-            self.log_path.unlink(missing_ok=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self) -> None:
         """Launch and return once `/health` answers 200; raises ServerFailed otherwise."""
         libc = ctypes.CDLL(None)
-        self.process = subprocess.Popen(
-            self.command,
-            env=self.env,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # The kernel stops the server when the test process dies, even by SIGKILL.
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # The kernel stops the server when the test process dies, even by SIGKILL.
+                preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGINT),
+            )
         deadline = time.monotonic() + self.start_timeout
         while not self._healthy():
             if self.process.poll() is not None:
@@ -91,25 +95,32 @@ class Server:
         if self.process is None:
             return
         members = self.processes()
-        for sig, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        self.process.send_signal(signal.SIGINT)  # as Ctrl-C; SIGTERM takes five seconds longer
+        if not self._wait(members, 10.0):
             try:
-                os.killpg(self.process.pid, sig)
+                os.killpg(self.process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-            try:
-                self.process.wait(patience)
-            except subprocess.TimeoutExpired:
-                continue
-            _, members = psutil.wait_procs(members, timeout=patience)
-            if not members:
-                break
-        for member in members:  # one that left the process group
-            member.kill()
+            for member in members:  # it may have left the process group
+                if member.is_running():
+                    member.kill()
+            self._wait(members, 10.0)
         self.process = None
-        self._log.close()
+
+    def _wait(self, members: list[psutil.Process], patience: float) -> bool:
+        """Whether all `members` ended within `patience` seconds."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            self.process.poll()
+            if not any(_runs(member) for member in members):
+                return True
+            time.sleep(0.1)
+        return False
 
     def processes(self) -> list[psutil.Process]:
         """The launcher and everything it started that still runs."""
+        if self.process is None:
+            return []
         try:
             root = psutil.Process(self.process.pid)
             return [root, *root.children(recursive=True)]
@@ -166,6 +177,14 @@ class Server:
         self.stop()
         command = " ".join(self.command)
         raise ServerFailed(f"{reason}\n{command}\n--- {self.log_path} ---\n{self.log(60)}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        # Without an init process in the container, orphans stay zombies.
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def free_port() -> int:

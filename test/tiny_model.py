@@ -23,11 +23,20 @@ SIZES: dict[str, Any] = dict(
     tie_word_embeddings=False,
 )
 
+GEMMA2: dict[str, Any] = dict(
+    tie_word_embeddings=True,
+    sliding_window=16,
+    attn_logit_softcapping=2.0,
+    query_pre_attn_scalar=16,
+    hidden_act="gelu_pytorch_tanh",  # upstream reads it besides hidden_activation
+)
+
 
 def write_tiny_model(folder: Path, kind: str = "llama", seed: int = 0, **sizes: Any) -> Path:
     """Write a float32 checkpoint and its tokenizer into `folder`; returns `folder`.
 
-    `kind` is "llama", "qwen3" or "gemma2"; `sizes` override `SIZES`. Weights depend on `seed` only.
+    `kind` is "llama", "qwen3" or "gemma2" (tied embeddings, sliding window, capped logits); `sizes`
+    override `SIZES`. Weights depend on `seed` only.
     The tokenizer maps each UTF-8 byte to its own id, and ids 256 and up to `<t256>` and so on.
     """
     import transformers
@@ -37,10 +46,16 @@ def write_tiny_model(folder: Path, kind: str = "llama", seed: int = 0, **sizes: 
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     }[kind]
+    if kind == "gemma2":
+        sizes = {**GEMMA2, **sizes}
     config = config_class(**{**SIZES, **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32)
+    if kind == "gemma2":  # tied and random, it would repeat its input
+        for name, parameter in model.named_parameters():
+            if ".post_" in name:
+                parameter.data += 30
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     byte_tokenizer(config.vocab_size).save_pretrained(folder)
