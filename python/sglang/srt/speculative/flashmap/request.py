@@ -15,6 +15,12 @@ def validate_flashmap_request(req: "Req") -> Optional[str]:
     (penalties counted token by token, stateful logit processors) would differ from decoding
     without speculation.
     """
+    outside = _token_outside_vocabulary(req)
+    if outside is not None:
+        return (
+            f"The prompt holds token id {outside}, but the model's ids go from 0 to "
+            f"{req.vocab_size - 1}; send ids of this model's tokenizer."
+        )
     params = req.sampling_params
     offending = []
     if params.frequency_penalty != 0.0:
@@ -40,3 +46,14 @@ def validate_flashmap_request(req: "Req") -> Optional[str]:
         f"{'it' if len(offending) == 1 else 'them'} out or use a server without "
         "--speculative-algorithm."
     )
+
+
+def _token_outside_vocabulary(req: "Req") -> Optional[int]:
+    """A prompt token that no embedding exists for: looking it up would end the server."""
+    # Placeholders of images and the like are beyond the vocabulary on purpose.
+    if req.vocab_size is None or req.multimodal_inputs is not None or not req.origin_input_ids:
+        return None
+    for token in (min(req.origin_input_ids), max(req.origin_input_ids)):
+        if not 0 <= token < req.vocab_size:
+            return token
+    return None
