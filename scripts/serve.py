@@ -191,7 +191,9 @@ def main() -> int:
             str(options.port),
         ]
         command += ["--speculative-algorithm", "FLASHMAP"]
-        command += ["--speculative-draft-model-path", str(draft), *passed_on]
+        command += ["--speculative-draft-model-path", str(draft)]
+        # Our own waiting for /health would fill the log.
+        command += ["--log-level-http", "warning", *passed_on]
         print(shlex.join(["python", *command[1:]]), flush=True)
         # 0.0.0.0 is where the server listens, not where a client can ask.
         client = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
