@@ -54,6 +54,7 @@ class OracleDraftModel(FlashMapDraftModel):
         positions: torch.Tensor,
         context: DraftContext,
         num_candidates: int = 1,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         wanted = []
         for (_, position, anchor), reference in zip(self._anchors, self._references):
@@ -70,10 +71,10 @@ class OracleDraftModel(FlashMapDraftModel):
         columns = torch.tensor(wanted, device=noise.device)
         if self.draft_columns is not None:
             columns = self.draft_columns[columns].to(torch.int64)
-        logits = torch.zeros(
-            len(wanted), self._folded_head.shape[0], dtype=self.dtype, device=noise.device
-        )
-        return logits.scatter_(1, columns[:, None], _PEAK)
+        if out is None:
+            shape = len(wanted), self._folded_head.shape[0]
+            out = torch.empty(shape, dtype=self.dtype, device=noise.device)
+        return out.zero_().scatter_(1, columns[:, None], _PEAK)
 
 
 EntryClass = OracleDraftModel

@@ -20,12 +20,13 @@ class ProposalDraftModel(FlashMapDraftModel):
         positions: torch.Tensor,
         context: DraftContext,
         num_candidates: int = 1,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         table = torch.tensor(self.config.proposal, dtype=self.dtype, device=noise.device)
         if self.draft_ids is not None:
             table = table[:, self.draft_ids]
         rows = positions - self.config.proposal_start - 1
-        return table[rows.clamp(0, table.shape[0] - 1)]
+        return torch.index_select(table, 0, rows.clamp(0, table.shape[0] - 1), out=out)
 
 
 EntryClass = ProposalDraftModel

@@ -27,12 +27,13 @@ class RecordingDraftModel(OracleDraftModel):
         positions: torch.Tensor,
         context: DraftContext,
         num_candidates: int = 1,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         folder = Path(self.config.recordings)
         if folder.is_dir():
             logits = FlashMapDraftModel.draft_logits(self, noise, positions, context)
             self._save(folder, noise, positions, context, logits)
-        return super().draft_logits(noise, positions, context, num_candidates)
+        return super().draft_logits(noise, positions, context, num_candidates, out)
 
     def _save(self, folder: Path, noise, positions, context, logits) -> None:
         requests = len(self._anchors)

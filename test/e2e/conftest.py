@@ -16,16 +16,18 @@ from e2e_cases import (
     CORRUPTION,
     ENVIRONMENT,
     FLOAT32,
+    GRAMMARS,
     NUM_TOKENS,
     Case,
     flashmap_server,
     prompt_ids,
 )
-from e2e_prompts import EVERYDAY, LONG
+from e2e_prompts import BOOK, EVERYDAY, LONG
 from fork.checkout import here
 from serving import Server
 
 from drafts.folders import write_oracle
+from drafts.replay import Reference
 
 
 @pytest.fixture(scope="session")
@@ -61,26 +63,50 @@ def plain(smollm: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def cases(plain: Server, tokenizer: Any) -> list[Case]:
-    """Everyday prompts and the long one, continued past any end of text, in one batch.
+def cases(plain: Server, tokenizer: Any) -> dict[str, Case]:
+    """Everyday prompts and the long one by their text, continued past any end of text, in one batch.
 
     Longer than the tests ask for, by what the last block of an oracle can run over.
     """
-    prompts = [prompt_ids(tokenizer, text) for text in (*EVERYDAY, LONG)]
+    texts = (*EVERYDAY, LONG)
+    prompts = [prompt_ids(tokenizer, text) for text in texts]
     answers = plain.generate(prompts, max_new_tokens=NUM_TOKENS + BLOCK_SIZE, ignore_eos=True)
-    found = [Case(tuple(prompt), answer) for prompt, answer in zip(prompts, answers)]
+    return {
+        text: Case(text, prompt, answer["output_ids"])
+        for text, prompt, answer in zip(texts, prompts, answers)
+    }
+
+
+@pytest.fixture(scope="session")
+def constrained(plain: Server, tokenizer: Any) -> dict[str, Case]:
+    """Answers to one prompt under each grammar, by its name."""
+    prompt = prompt_ids(tokenizer, BOOK)
+    params = [dict(temperature=0, max_new_tokens=100, **GRAMMARS[name]) for name in GRAMMARS]
+    answers = plain.request(
+        "/generate", dict(input_ids=[prompt] * len(params), sampling_params=params)
+    )
+    return {name: Case(name, prompt, a["output_ids"]) for name, a in zip(GRAMMARS, answers)}
+
+
+@pytest.fixture(scope="session")
+def references(cases: dict[str, Case], constrained: dict[str, Case]) -> list[Reference]:
+    """What oracles replay."""
+    found = [*cases.values(), *constrained.values()]
     # By these an oracle recognises a request at once.
-    starts = [(len(case.prompt), case.answer["output_ids"][0]) for case in found]
+    starts = [(len(case.prompt), case.completion[0]) for case in found]
     assert len(set(starts)) == len(starts), "change a prompt: two requests look alike at first"
-    return found
+    return [case.reference for case in found]
 
 
 @pytest.fixture(scope="session")
 def oracle(
-    smollm: Path, untrained: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory
+    smollm: Path,
+    untrained: Path,
+    references: list[Reference],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     """FLASHMAP with all defaults and an oracle drafter of `CORRUPTION`."""
     folder = tmp_path_factory.mktemp("drafts") / "oracle"
-    write_oracle(folder, untrained, [case.reference for case in cases], CORRUPTION)
+    write_oracle(folder, untrained, references, CORRUPTION)
     with flashmap_server(smollm, folder, "--max-total-tokens", 16384) as server:
         yield server

@@ -54,6 +54,9 @@ LANGUAGES = (
 RAW = (*(CODE[i] for i in (0, 2, 3, 5)), *COPIES[1:], LANGUAGES[-1])
 EVERYDAY = (*CHATS, *LISTS, *CODE, *COPIES, *LANGUAGES)
 
+# Answered under grammars.
+BOOK = "Describe an old book that you would like to sell."
+
 # About 300 tokens: longer than any chunk that the tests prefill by.
 LONG = "Here is a list of facts.\n" + "\n".join(
     f"{i}. The number {i} is {'even' if i % 2 == 0 else 'odd'} and {i} times two is {2 * i}."
