@@ -139,6 +139,20 @@ def test_bad_config_files(tmp_path: Path, text: str, message: str) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
+def test_folders_without_a_config(tmp_path: Path) -> None:
+    def read_folder(path: Path) -> None:
+        read_draft_config(
+            SimpleNamespace(
+                speculative_draft_model_path=str(path), speculative_draft_model_revision=None
+            )
+        )
+
+    with pytest.raises(ValueError, match="missing does not exist; pass a FlashMap release folder"):
+        read_folder(tmp_path / "missing")
+    with pytest.raises(ValueError, match="has no config.json; pass a FlashMap release folder"):
+        read_folder(tmp_path)
+
+
 def test_no_remote_code_is_run(tmp_path: Path) -> None:
     """A folder's own code is left alone, even where the target's may run."""
     planted = tmp_path / "ran"

@@ -19,8 +19,10 @@ def _published() -> Iterator[None]:
         yield
 
 
-def request(params: dict[str, Any] | None = None, **fields: Any) -> Req:
-    return Req("rid", "text", array("q", [1, 2]), SamplingParams(**params or {}), **fields)
+def request(
+    params: dict[str, Any] | None = None, ids: tuple[int, ...] = (1, 2), **fields: Any
+) -> Req:
+    return Req("rid", "text", array("q", ids), SamplingParams(**params or {}), **fields)
 
 
 @pytest.mark.parametrize(
@@ -32,36 +34,53 @@ def request(params: dict[str, Any] | None = None, **fields: Any) -> Req:
         dict(sampling_seed=5),
         dict(logit_bias={"3": -100.0}, stop=["x"], max_new_tokens=1),
         dict(json_schema='{"type": "object"}'),
+        dict(frequency_penalty=0.1, presence_penalty=-0.1, repetition_penalty=1.1),
+        dict(min_new_tokens=1),
         dict(n=4, ignore_eos=True, skip_special_tokens=False),
     ],
-    ids=["defaults", "greedy", "filters", "seed", "bias-and-stop", "schema", "n"],
+    ids=[
+        "defaults",
+        "greedy",
+        "filters",
+        "seed",
+        "bias-and-stop",
+        "schema",
+        "penalties",
+        "minimum",
+        "n",
+    ],
 )
 def test_honoured(params: dict) -> None:
     assert validate_flashmap_request(request(params, return_logprob=True)) is None
 
 
-REFUSED: dict[str, tuple[dict, dict]] = {
-    "frequency_penalty": (dict(frequency_penalty=0.1), {}),
-    "presence_penalty": (dict(presence_penalty=-0.1), {}),
-    "repetition_penalty": (dict(repetition_penalty=1.1), {}),
-    "min_new_tokens": (dict(min_new_tokens=1), {}),
-    "custom_logit_processor": ({}, dict(custom_logit_processor="{}")),
-    "return_hidden_states": ({}, dict(return_hidden_states=True)),
-    "return_sampling_mask": ({}, dict(return_sampling_mask=True)),
-    "a LoRA adapter": ({}, dict(lora_id="adapter")),
+REFUSED: dict[str, dict[str, Any]] = {
+    "custom_logit_processor": dict(custom_logit_processor="{}"),
+    "return_hidden_states": dict(return_hidden_states=True),
+    "return_sampling_mask": dict(return_sampling_mask=True),
+    "a LoRA adapter": dict(lora_id="adapter"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
-    params, fields = REFUSED[name]
-    assert validate_flashmap_request(request(params, **fields)) == (
+    assert validate_flashmap_request(request(**REFUSED[name])) == (
         f"FLASHMAP speculative decoding does not support {name}; leave it out or use a server "
         "without --speculative-algorithm."
     )
 
 
 def test_everything_refused_is_named_at_once() -> None:
-    params = dict(frequency_penalty=1.0, min_new_tokens=3)
-    message = validate_flashmap_request(request(params, custom_logit_processor="{}"))
-    assert "frequency_penalty, min_new_tokens, custom_logit_processor; leave them out" in message
+    message = validate_flashmap_request(request(lora_id="a", custom_logit_processor="{}"))
+    assert "support custom_logit_processor, a LoRA adapter; leave them out" in message
+
+
+@pytest.mark.parametrize(
+    "ids, outside", [((1, 59), None), ((60, 2), 60), ((1, -1), -1)], ids=["last", "past", "below"]
+)
+def test_prompt_tokens_outside_the_vocabulary(ids: tuple, outside: int | None) -> None:
+    message = validate_flashmap_request(request(ids=ids, vocab_size=60))
+    if outside is None:
+        assert message is None
+    else:
+        assert f"token id {outside}, but the model's ids go from 0 to 59; send ids of" in message

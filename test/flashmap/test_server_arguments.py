@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Resolution sets variables for the processes it would start; no test may use a network."""
     before = dict(os.environ)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -306,3 +306,24 @@ def test_the_checkpoints_own_draft_vocabulary(resolve: Callable, tmp_path: Path)
     ):
         serve = FlashMapServeConfig.from_spec(resolve(flags, draft=draft), config)
         assert serve.draft_vocab_size == size
+
+
+def test_a_folder_of_another_model(resolve: Callable, folders: Path) -> None:
+    with pytest.raises(ValueError, match="holds a 'llama' model, not a FlashMap draft"):
+        resolve(draft=folders / "target")
+
+
+def test_a_folder_without_weights(resolve: Callable, tmp_path: Path) -> None:
+    draft = write_release(tmp_path / "draft")
+    (draft / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match="has no model.safetensors"):
+        resolve(draft=draft)
+
+
+def test_the_drafts_code_is_never_run(resolve: Callable, tmp_path: Path) -> None:
+    """Even where the target's may."""
+    planted = tmp_path / "ran"
+    draft = write_release(tmp_path / "draft", auto_map={"AutoConfig": "configuration.Config"})
+    (draft / "configuration.py").write_text(f"open({str(planted)!r}, 'w')")
+    resolve("--trust-remote-code", draft=draft)
+    assert not planted.exists()
