@@ -216,9 +216,7 @@ def test_verify_matches_oracle(shape: str, feature: str, page_size: int) -> None
                 expected = oracle_row(
                     q[query], case.pool, layer, case.req_to_token[row, tokens], sinks
                 )
-                torch.testing.assert_close(
-                    output[query].double(), expected, atol=2e-6, rtol=2e-6
-                )
+                torch.testing.assert_close(output[query].double(), expected, atol=2e-6, rtol=2e-6)
 
 
 def test_verify_row_equals_decode_along_its_path() -> None:
@@ -263,9 +261,7 @@ def test_ragged_verify_matches_uniform() -> None:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_extend_and_decode_match_oracle(
-    feature: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extend_and_decode_match_oracle(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_native_verify, "ROW_BLOCK", 8)
     layer, counts = layer_of(**FEATURES[feature]), [21, 8, 1]
     case = Case(1, prefixes=(0, 40, 5))
@@ -287,9 +283,7 @@ def test_extend_and_decode_match_oracle(
                 first = max(0, position - window) if window > -1 else 0
                 slots = case.req_to_token[row, first : position + 1]
                 expected = oracle_row(q[query], case.pool, layer, slots)
-                torch.testing.assert_close(
-                    output[query].double(), expected, atol=2e-6, rtol=2e-6
-                )
+                torch.testing.assert_close(output[query].double(), expected, atol=2e-6, rtol=2e-6)
                 query += 1
 
 

@@ -1,4 +1,4 @@
-"""Sampling ops of verification: exact edge cases, the kernels they replace, and the distribution."""
+"""Sampling ops of verification: edge cases, the kernels they replace, and the distribution."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from sglang.kernels.ops.sampling import renorm
+from sglang.kernels.ops.speculative import verify_sampling
 from sglang.kernels.ops.speculative.torch_sampling import (
     chain_speculative_sampling,
     top_k_renorm_probs,
@@ -27,6 +29,15 @@ def generator(seed: int) -> torch.Generator:
 def random_rows(seed: int, *shape: int, sharpness: float = 2.0) -> torch.Tensor:
     logits = torch.randn(shape, generator=generator(seed)) * sharpness
     return logits.softmax(-1)
+
+
+def test_upstreams_names_are_these_ops_on_the_cpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("for machines without a GPU")
+    assert renorm.top_k_renorm_prob is top_k_renorm_probs
+    assert renorm.top_p_renorm_prob is top_p_renorm_probs
+    tree_op = verify_sampling.tree_speculative_sampling_target_only
+    assert tree_op is tree_speculative_sampling_target_only
 
 
 # Renormalisation

@@ -12,7 +12,6 @@ from importlib import metadata
 from typing import Any
 
 import torch
-
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.plugins import PLATFORM_PLUGINS_GROUP
 

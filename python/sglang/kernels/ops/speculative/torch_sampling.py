@@ -82,9 +82,7 @@ def top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor | float) -> torc
     return _keep_largest(probs, kept.masked_fill(whole, vocab)[:, 0], pivots)
 
 
-def _keep_largest(
-    probs: torch.Tensor, counts: torch.Tensor, pivots: torch.Tensor
-) -> torch.Tensor:
+def _keep_largest(probs: torch.Tensor, counts: torch.Tensor, pivots: torch.Tensor) -> torch.Tensor:
     """The `counts` (rows,) largest of each row, `pivots` (rows, 1) the smallest of them."""
     above = probs > pivots
     tied = probs == pivots

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.srt.layers.attention.torch_native_verify import TorchNativeVerifyBackend
 
 if TYPE_CHECKING:

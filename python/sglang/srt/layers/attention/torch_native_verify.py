@@ -29,11 +29,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
