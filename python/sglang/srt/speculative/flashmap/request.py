@@ -11,9 +11,8 @@ if TYPE_CHECKING:
 def validate_flashmap_request(req: "Req") -> Optional[str]:
     """One sentence naming what this request asks that FLASHMAP cannot honour, or None.
 
-    Drafts are verified a block at a time, so whatever depends on the tokens of the same block
-    (penalties counted token by token, stateful logit processors) would differ from decoding
-    without speculation.
+    Drafts are verified a block at a time. Penalties are counted along the block; a logit processor
+    is the user's own code, which knows nothing of blocks.
     """
     outside = _token_outside_vocabulary(req)
     if outside is not None:
@@ -21,16 +20,7 @@ def validate_flashmap_request(req: "Req") -> Optional[str]:
             f"The prompt holds token id {outside}, but the model's ids go from 0 to "
             f"{req.vocab_size - 1}; send ids of this model's tokenizer."
         )
-    params = req.sampling_params
     offending = []
-    if params.frequency_penalty != 0.0:
-        offending.append("frequency_penalty")
-    if params.presence_penalty != 0.0:
-        offending.append("presence_penalty")
-    if params.repetition_penalty != 1.0:
-        offending.append("repetition_penalty")
-    if params.min_new_tokens > 0:
-        offending.append("min_new_tokens")
     if req.custom_logit_processor:
         offending.append("custom_logit_processor")
     if req.return_hidden_states_mode.need_capture():

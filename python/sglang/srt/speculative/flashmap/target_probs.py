@@ -45,20 +45,12 @@ def filter_mask(
     return keep
 
 
-def target_probs(logits: torch.Tensor, sampling_info, width: int) -> torch.Tensor:
-    """Float32 distributions ``(B, width, V)`` that the requests of a batch sample from.
-
-    Args:
-        logits: ``(B · width, V)``, adjusted (bias, grammar) and not divided by temperature.
-        sampling_info: the batch's ``SamplingBatchInfo``.
-        width: rows per request.
-    """
+def filter_probs(probs: torch.Tensor, sampling_info, width: int = 1) -> torch.Tensor:
+    """``probs (B · width, V)`` after the filters of each row's request, renormalised."""
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
         return values.view(-1).repeat_interleave(width)
 
-    temperatures = per_row(sampling_info.temperatures).clamp_min(1e-5)
-    probs = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
     keep = filter_mask(
         probs,
         top_ks=per_row(sampling_info.top_ks) if sampling_info.need_top_k_sampling else None,
@@ -66,7 +58,20 @@ def target_probs(logits: torch.Tensor, sampling_info, width: int) -> torch.Tenso
         min_ps=per_row(sampling_info.min_ps) if sampling_info.need_min_p_sampling else None,
         max_top_k=sampling_info.max_top_k,
     )
-    if keep is not None:
-        probs = probs.masked_fill(~keep, 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-    return probs.view(-1, width, probs.shape[-1])
+    if keep is None:
+        return probs
+    probs = probs.masked_fill(~keep, 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
+
+
+def target_probs(logits: torch.Tensor, sampling_info, width: int) -> torch.Tensor:
+    """Float32 distributions ``(B, width, V)`` that the requests of a batch sample from.
+
+    Args:
+        logits: ``(B · width, V)``, adjusted (penalties, grammar, bias), not divided by temperature.
+        sampling_info: the batch's ``SamplingBatchInfo``.
+        width: rows per request.
+    """
+    temperatures = sampling_info.temperatures.view(-1).repeat_interleave(width).clamp_min(1e-5)
+    probs = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
+    return filter_probs(probs, sampling_info, width).view(-1, width, probs.shape[-1])

@@ -111,15 +111,22 @@ def accept_rejection(
         num_correct = (coins * q < p).to(torch.int64).cumprod(dim=1).sum(dim=1)
         scale = torch.ones_like(p[:, 0])
     weights = _residual(target, proposal, num_correct, scale)
-    bonus = sample_draft(
+    bonus = draw_target(weights, seeds=seeds, anchors=anchors)
+    return Accepted(num_correct, bonus)
+
+
+def draw_target(
+    weights: torch.Tensor, *, seeds: torch.Tensor, anchors: torch.Tensor
+) -> torch.Tensor:
+    """One token ``(B,)`` int64 a row of ``weights (B, V)``, unnormalised; the seeds' own draw."""
+    return sample_draft(
         weights.log(),
         None,
-        torch.ones_like(scale),
+        torch.ones_like(weights[:, 0]),
         seeds,
-        offsets,
+        anchors * ROWS_PER_ANCHOR,
         Stream.TARGET_TOKEN.value,
     )
-    return Accepted(num_correct, bonus)
 
 
 def _row(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 Prefill: the target's forward captures the hidden states of the draft's target layers, which are
 written into the draft KV pool at the same slots as the target's KV. Decode: draft a block, verify
-its first ``γ`` tokens with the target in one forward of ``W = γ + 1`` rows per request, accept, write
-the accepted rows' hidden states as draft context. The state carried between steps is the bonus
-token and the committed length (``DFlashDraftInputV2``), so the scheduler's overlap mode, radix
-cache, chunked prefill and retraction work as for upstream's block drafters, whose hidden-state
-capture and placement are reused.
+its first ``γ`` tokens with the target in one forward of ``W = γ + 1`` rows per request, adjust the
+logits (penalties, grammar, bias), accept, write the accepted rows' hidden states as draft context.
+The state carried between steps is the bonus token and the committed length
+(``DFlashDraftInputV2``), so the scheduler's overlap mode, radix cache, chunked prefill and
+retraction work as for upstream's block drafters, whose hidden-state capture and placement are
+reused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Callable, Optional
 
@@ -41,7 +43,14 @@ from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyE
 from sglang.srt.speculative.flashmap.attention import select_context_attention
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
+from sglang.srt.speculative.flashmap.first_token import FirstTokenSampler
+from sglang.srt.speculative.flashmap.history import TokenHistory
 from sglang.srt.speculative.flashmap.noise import SeedTable
+from sglang.srt.speculative.flashmap.penalties import (
+    Penalties,
+    penalize_block,
+    penalize_resumed,
+)
 from sglang.srt.speculative.flashmap.target_probs import target_probs
 from sglang.srt.speculative.flashmap.verify import (
     Accepted,
@@ -111,6 +120,11 @@ class FlashMapWorker(BaseSpecWorker):
         self._position_offsets = build_block_pos_offsets(
             length=self.serve.verify_width, device=self.device
         )
+        # Row j of a chain comes after tokens 0 … j.
+        self._chain_path = torch.ones(
+            self.serve.verify_width, self.serve.verify_width, dtype=torch.bool, device=self.device
+        ).tril()
+        self.model_runner.sampler = FirstTokenSampler()
         self._attach_target()
 
     def _attach_target(self) -> None:
@@ -178,6 +192,7 @@ class FlashMapWorker(BaseSpecWorker):
         self._seed_table = SeedTable(
             self._req_to_token.shape[0], self.device, self.target_worker.random_seed
         )
+        self._history = TokenHistory(*self._req_to_token.shape, self.device)
         self._drafter = Drafter(
             model=self.draft_model,
             serve=self.serve,
@@ -245,7 +260,14 @@ class FlashMapWorker(BaseSpecWorker):
     def _prefill(
         self, batch: "ScheduleBatch", on_publish: Optional[Callable]
     ) -> GenerationBatchResult:
-        self._seed_table.place(batch.reqs, batch.req_pool_indices)
+        rows = batch.req_pool_indices.to(torch.int64)
+        self._seed_table.place(batch.reqs, rows)
+        batch.sampling_info = dataclasses.replace(
+            batch.sampling_info, sampling_seed=self._seed_table.seeds[rows]
+        )
+        penalties = Penalties.of(batch, batch.seq_lens_cpu)
+        if penalties is not None:
+            penalize_resumed(batch, self._history, batch.seq_lens_cpu)
         # Reads tables that the scheduler may rewrite once the target's forward has read them.
         placement = self._kv_injector.place_prefill(batch)
         result = self.target_worker.forward_batch_generation(
@@ -264,6 +286,7 @@ class FlashMapWorker(BaseSpecWorker):
         )
         output.hidden_states = None
         output.hidden_states_token_indices = None
+        self._record(penalties, batch.seq_lens, result.next_token_ids[:, None])
         result.next_draft_input = make_draft_input_v2(
             bonus_tokens=result.next_token_ids, new_seq_lens=result.new_seq_lens
         )
@@ -279,9 +302,12 @@ class FlashMapWorker(BaseSpecWorker):
             batch.seq_lens.record_stream(torch.cuda.current_stream())
         width = self.serve.verify_width
         draft_input: DFlashDraftInputV2 = batch.spec_info
-        sampling_info = batch.sampling_info
         prefix_lens = batch.seq_lens
         bonus = draft_input.bonus_tokens.view(-1)
+        lens_bound = (
+            batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu
+        )
+        penalties = Penalties.of(batch, lens_bound)
         window = alloc_verify_window(
             batch=batch,
             bs=prefix_lens.shape[0],
@@ -289,11 +315,7 @@ class FlashMapWorker(BaseSpecWorker):
             verify_num_draft_tokens=width,
             block_pos_offsets=self._position_offsets,
             model_runner=self.model_runner,
-            seq_lens_cpu=(
-                batch.seq_lens_cpu
-                if batch.seq_lens_cpu is not None
-                else draft_input.nxt_kv_lens_cpu
-            ),
+            seq_lens_cpu=lens_bound,
         )
 
         block = self._drafter.draft(self._draft_inputs(batch, bonus))
@@ -307,22 +329,15 @@ class FlashMapWorker(BaseSpecWorker):
             draft_input=draft_input,
             verify_ids_2d=verify_ids,
             verify_window=window,
-            sampling_info=sampling_info,
+            sampling_info=None,  # it would add the bias before the penalties
         )
         output = verified.logits_output
-        if grammar_tree is not None:
-            mask = build_grammar_vocab_mask(
-                reqs=batch.reqs,
-                tree=grammar_tree,
-                sampling_info=sampling_info,
-                device=output.next_token_logits.device,
-                barrier=grammar_barrier,
-            )
-            if mask is not None:
-                mask.apply(output.next_token_logits)
-
-        accepted = self._accept(batch, block, drafts, output.next_token_logits)
-        out_tokens = accepted.out_tokens(drafts).reshape(-1)
+        logits = output.next_token_logits
+        self._adjust(batch, logits, verify_ids, penalties, grammar_tree, grammar_barrier)
+        accepted = self._accept(batch, block, drafts, logits)
+        out_tokens = accepted.out_tokens(drafts)
+        self._record(penalties, prefix_lens + 1, out_tokens)
+        out_tokens = out_tokens.reshape(-1)
         commit_lens = (accepted.num_correct + 1).to(torch.int32)
         new_seq_lens = prefix_lens + commit_lens
         if batch.return_logprob:
@@ -352,6 +367,48 @@ class FlashMapWorker(BaseSpecWorker):
             speculative_num_draft_tokens=width,
             new_seq_lens=new_seq_lens,
         )
+
+    def _adjust(
+        self,
+        batch: "ScheduleBatch",
+        logits: torch.Tensor,
+        verify_ids: torch.Tensor,
+        penalties: Optional[Penalties],
+        grammar_tree: Optional[GrammarTree],
+        grammar_barrier: Optional[Callable],
+    ) -> None:
+        """Penalties, grammar and bias on ``logits (B · W, V)``, in the normal sampler's order."""
+        if penalties is not None:
+            penalize_block(
+                logits,
+                penalties,
+                self._history,
+                lens=batch.seq_lens.to(torch.int64),
+                block=verify_ids,
+                path=self._chain_path.expand(len(verify_ids), -1, -1),
+            )
+        info = batch.sampling_info
+        if grammar_tree is not None:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar_tree,
+                sampling_info=info,
+                device=logits.device,
+                barrier=grammar_barrier,
+            )
+            if mask is not None:
+                mask.apply(logits)
+        if info is not None and info.logit_bias is not None:
+            logits.view(*verify_ids.shape, -1).add_(info.logit_bias[:, None])
+
+    def _record(
+        self, penalties: Optional[Penalties], starts: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Remember output ``tokens (B, n)`` from positions ``starts (B,)`` on, if any counts."""
+        if penalties is not None and penalties.counted is not None:
+            who = penalties.counted
+            tokens = tokens.to(starts.device)[who.index]
+            self._history.write(who.rows, starts[who.index].to(torch.int64), tokens)
 
     def _draft_inputs(self, batch: "ScheduleBatch", bonus: torch.Tensor) -> DraftInputs:
         size = bonus.shape[0]
