@@ -71,6 +71,14 @@ class Server:
     def start(self) -> None:
         """Launch and return once `/health` answers 200; raises ServerFailed otherwise."""
         libc = ctypes.CDLL(None)
+
+        def prepare() -> None:
+            # The kernel ends the server when the test process dies, however it dies; the server's
+            # own processes do the same with their parent.
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            # A shell starts background jobs with SIGINT ignored, and that would be inherited.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -79,8 +87,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # The kernel stops the server when the test process dies, even by SIGKILL.
-                preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGINT),
+                preexec_fn=prepare,
             )
         deadline = time.monotonic() + self.start_timeout
         while not self._healthy():
