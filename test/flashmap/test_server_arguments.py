@@ -308,16 +308,37 @@ def test_the_checkpoints_own_draft_vocabulary(resolve: Callable, tmp_path: Path)
         assert serve.draft_vocab_size == size
 
 
-def test_a_folder_of_another_model(resolve: Callable, folders: Path) -> None:
-    with pytest.raises(ValueError, match="holds a 'llama' model, not a FlashMap draft"):
-        resolve(draft=folders / "target")
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
 
 
-def test_a_folder_without_weights(resolve: Callable, tmp_path: Path) -> None:
+BROKEN_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (shutil.rmtree, "draft does not exist; pass a FlashMap release folder or"),
+    "no-config": (lambda folder: (folder / "config.json").unlink(), "draft has no config.json"),
+    "broken-config": (break_config, "is not readable JSON .*; fetch the draft again"),
+    "other-model": (
+        lambda folder: shutil.copy(folder.parent / "target" / "config.json", folder),
+        "holds a 'llama' model, not a FlashMap draft",
+    ),
+    "no-weights": (lambda folder: (folder / WEIGHTS).unlink(), "has no model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("damage, message", BROKEN_FOLDERS.values(), ids=BROKEN_FOLDERS)
+def test_broken_folders(resolve: Callable, tmp_path: Path, damage: Callable, message: str) -> None:
+    write_target(tmp_path / "target")
     draft = write_release(tmp_path / "draft")
-    (draft / WEIGHTS).unlink()
-    with pytest.raises(ValueError, match="has no model.safetensors"):
+    damage(draft)
+    with pytest.raises(ValueError, match=message) as caught:
         resolve(draft=draft)
+    assert str(draft) in str(caught.value)
+
+
+def test_a_repository_that_cannot_be_reached(resolve: Callable) -> None:
+    with pytest.raises(
+        ValueError, match="someone/draft: .*check the network and the repository id"
+    ):
+        resolve(draft="someone/draft")
 
 
 def test_the_drafts_code_is_never_run(resolve: Callable, tmp_path: Path) -> None:
