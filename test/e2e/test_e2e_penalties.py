@@ -272,6 +272,10 @@ def test_a_seed_decides_the_text(server: Server, texts: list[Case]) -> None:
     assert len({tuple(output) for output in outputs}) == 4
     assert outputs[3] == texts[0].output[:24]
 
+    samples = server.generate(prompt, **dict(seeded, n=3))
+    assert samples[0]["output_ids"] == alone[0]
+    assert len({tuple(sample["output_ids"]) for sample in samples}) == 3
+
     completion = dict(model="m", prompt=prompt, max_tokens=24, temperature=1.0, ignore_eos=True)
     bodies = [dict(completion, seed=seed) for seed in (7, 7, 9)]
     said = [server.request("/v1/completions", b)["choices"][0]["text"] for b in bodies]

@@ -45,18 +45,29 @@ def request_seed(rid: str, sampling_seed: int | None, server_seed: int) -> int:
 
 
 class SeedTable:
-    """Device seeds ``(rows,)`` int64 of the requests in each ``req_to_token`` row."""
+    """Device seeds ``(rows,)`` int64 of the requests in each ``req_to_token`` row.
 
-    def __init__(self, rows: int, device: torch.device | str, server_seed: int) -> None:
+    ``default_seed``: the sampling seed of requests that have none; None: they differ.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        device: torch.device | str,
+        server_seed: int,
+        default_seed: int | None = None,
+    ) -> None:
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._server_seed = server_seed
+        self._default_seed = default_seed
 
     def place(self, reqs: Sequence, req_pool_indices: torch.Tensor) -> None:
         """Record the seeds of ``reqs``, which hold rows ``req_pool_indices (B,)``."""
+        asked = [(req.rid, req.sampling_params.sampling_seed) for req in reqs]
         values = torch.tensor(
             [
-                request_seed(req.rid, req.sampling_params.sampling_seed, self._server_seed)
-                for req in reqs
+                request_seed(rid, self._default_seed if seed is None else seed, self._server_seed)
+                for rid, seed in asked
             ],
             dtype=torch.int64,
             pin_memory=self.seeds.is_cuda,

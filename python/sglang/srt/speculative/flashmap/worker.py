@@ -78,6 +78,8 @@ logger = logging.getLogger(__name__)
 
 # Not looked up: the draft computes its attention without a registered backend.
 _UNUSED_ATTENTION_BACKEND = "torch_native"
+# Upstream's seed of requests without one, under --enable-deterministic-inference.
+_DETERMINISTIC_SEED = 42
 
 
 class FlashMapWorker(BaseSpecWorker):
@@ -189,8 +191,12 @@ class FlashMapWorker(BaseSpecWorker):
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
         self._req_to_token = self.model_runner.req_to_token_pool.req_to_token
+        deterministic = get_exec().deterministic.enable_deterministic_inference
         self._seed_table = SeedTable(
-            self._req_to_token.shape[0], self.device, self.target_worker.random_seed
+            self._req_to_token.shape[0],
+            self.device,
+            self.target_worker.random_seed,
+            default_seed=_DETERMINISTIC_SEED if deterministic else None,
         )
         self._history = TokenHistory(*self._req_to_token.shape, self.device)
         self._drafter = Drafter(
