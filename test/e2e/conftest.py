@@ -108,5 +108,7 @@ def oracle(
     """FLASHMAP with all defaults and an oracle drafter of `CORRUPTION`."""
     folder = tmp_path_factory.mktemp("drafts") / "oracle"
     write_oracle(folder, untrained, references, CORRUPTION)
-    with flashmap_server(smollm, folder, "--max-total-tokens", 16384) as server:
+    # The benchmark client reads the average accept length, which is kept with the decode log.
+    args = ("--max-total-tokens", 16384, "--decode-log-interval", 8)
+    with flashmap_server(smollm, folder, *args) as server:
         yield server
