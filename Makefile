@@ -19,10 +19,11 @@ help:
 serve:
 	@exec $(PYTHON) scripts/serve.py $(ARGS)
 
+# One thread a process: the tests and the servers they start would spin in each other's barriers.
 test:
 	@$(PYTHON) scripts/setup_env.py --test
 	@$(PYTHON) scripts/upstream.py check
-	@$(VENV) -m pytest test $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV) -m pytest test $(ARGS)
 
 venv:
 	@$(PYTHON) scripts/setup_env.py
