@@ -38,6 +38,8 @@ from sglang.srt.configs.flashmap import FlashMapConfig
 from sglang.srt.speculative.flashmap.attention import ContextAttention
 from sglang.srt.speculative.flashmap.checkpoint import (
     DRAFT_VOCAB_TENSORS,
+    check_dtype,
+    check_finite,
     check_names_and_shapes,
     draft_vocabulary,
 )
@@ -213,7 +215,9 @@ class FlashMapDraftModel(nn.Module):
                 continue
             found[name] = tuple(tensor.shape)
             if name in params and params[name].shape == tensor.shape:
+                check_dtype(name, str(tensor.dtype).removeprefix("torch."), source="checkpoint")
                 params[name].data.copy_(tensor)
+                check_finite(name, params[name])
         check_names_and_shapes(found, self.config, source="checkpoint")
         self._weights_loaded = True
 

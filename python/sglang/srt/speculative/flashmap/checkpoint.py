@@ -17,6 +17,8 @@ from sglang.srt.configs.flashmap import FlashMapConfig
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
 # Names under which a loader that reads every file of the folder sees that file's tensors.
 DRAFT_VOCAB_TENSORS = ("ids", "counts")
+# As torch and as safetensors headers call them, in lower case.
+WEIGHT_DTYPES = ("bfloat16", "float16", "float32", "float64", "bf16", "f16", "f32", "f64")
 
 
 class FlashMapCheckpointError(ValueError):
@@ -92,6 +94,28 @@ def check_names_and_shapes(
             )
 
 
+def check_dtype(name: str, dtype: str, *, source: str) -> None:
+    """Raise ``FlashMapCheckpointError`` unless ``dtype``, of torch or of a file header, is served."""
+    if dtype.lower() not in WEIGHT_DTYPES:
+        raise FlashMapCheckpointError(
+            f"The FlashMap draft {source}: tensor {name} is of dtype {dtype}, not of 16, 32 or 64 bit "
+            "floating point; use the unquantized FlashMap release."
+        )
+
+
+def check_finite(name: str, weight: torch.Tensor) -> None:
+    """Raise ``FlashMapCheckpointError`` if a loaded ``weight`` holds NaN or infinity.
+
+    One such number makes every draft of the server arbitrary: nothing but the accept length would
+    tell.
+    """
+    if not bool(weight.isfinite().all()):
+        raise FlashMapCheckpointError(
+            f"The FlashMap draft checkpoint: tensor {name} holds NaN or infinity in {weight.dtype}; "
+            "fetch the draft again, or serve it in the dtype of its release."
+        )
+
+
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more tensors"
@@ -112,7 +136,9 @@ def check_folder(folder: Path, config: FlashMapConfig, *, draft_vocab_size: int)
         try:
             with safe_open(str(path), framework="pt") as file:
                 for name in file.keys():
-                    found[name] = tuple(file.get_slice(name).get_shape())
+                    header = file.get_slice(name)
+                    found[name] = tuple(header.get_shape())
+                    check_dtype(name, header.get_dtype(), source=str(path))
         except (SafetensorError, OSError) as error:
             raise FlashMapCheckpointError(
                 f"The FlashMap draft file {path} cannot be read as safetensors ({error}); fetch it "
@@ -138,7 +164,8 @@ def _check_draft_vocab(path: Path, config: FlashMapConfig) -> None:
                 raise FlashMapCheckpointError(
                     f"The FlashMap draft file {path} has no tensor ids; use the file of the release."
                 )
-            shape = tuple(file.get_slice("ids").get_shape())
+            ids = file.get_slice("ids")
+            shape, dtype = tuple(ids.get_shape()), ids.get_dtype()
     except (SafetensorError, OSError) as error:
         raise FlashMapCheckpointError(
             f"The FlashMap draft file {path} cannot be read as safetensors ({error}); fetch it again."
@@ -147,6 +174,11 @@ def _check_draft_vocab(path: Path, config: FlashMapConfig) -> None:
         raise FlashMapCheckpointError(
             f"The FlashMap draft file {path}: ids has shape {shape}, but it must rank all "
             f"{config.vocab_size} tokens of the vocabulary."
+        )
+    if not dtype.startswith(("I", "U")):
+        raise FlashMapCheckpointError(
+            f"The FlashMap draft file {path}: ids has dtype {dtype}, but token ids are integers; use "
+            "the file of the release."
         )
 
 
@@ -175,6 +207,8 @@ __all__ = [
     "DRAFT_VOCAB_FILE",
     "DRAFT_VOCAB_TENSORS",
     "FlashMapCheckpointError",
+    "check_dtype",
+    "check_finite",
     "check_folder",
     "check_names_and_shapes",
     "draft_vocabulary",
