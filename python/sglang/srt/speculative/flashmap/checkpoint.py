@@ -19,6 +19,8 @@ DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
 DRAFT_VOCAB_TENSORS = ("ids", "counts")
 # As torch and as safetensors headers call them, in lower case.
 WEIGHT_DTYPES = ("bfloat16", "float16", "float32", "float64", "bf16", "f16", "f32", "f64")
+# Characters of a tensor's name that a message shows.
+_LONGEST_NAME = 80
 
 
 class FlashMapCheckpointError(ValueError):
@@ -117,7 +119,11 @@ def check_finite(name: str, weight: torch.Tensor) -> None:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:4])
+    # A file may call its tensors anything; a message stays one line.
+    shown = ", ".join(
+        name if name.isprintable() and 0 < len(name) <= _LONGEST_NAME else ascii(name[:_LONGEST_NAME])
+        for name in names[:4]
+    )
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more tensors"
 
 
