@@ -1,0 +1,52 @@
+"""How many tokens a draft would have accepted, measured without a server.
+
+On text that the target wrote greedily, a drafted token is accepted exactly when it is the text's
+next token and all before it in the block were. So one jump from fresh noise at random anchors, read
+off greedily, gives a server's greedy accept length without decoding: 1 (the target's own token)
+plus the leading matches. Anchors of a server follow its accepts and are not uniform, so a run of
+the real server differs a little (`eval_draft.py`); text sampled at a temperature gives a
+lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from train.draws import Draws
+from train.objectives import Example, OneJump
+from train.vocabulary_loss import chunk_rows, logits_of
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """`slots[k]`: share of blocks whose first k + 1 tokens are accepted; `blocks` measured."""
+
+    slots: tuple[float, ...]
+    blocks: int
+
+    @property
+    def length(self) -> float:
+        """Mean tokens a target pass."""
+        return 1.0 + sum(self.slots)
+
+
+@torch.no_grad()
+def measure(network: nn.Module, one_jump: OneJump, examples: Iterable[Example]) -> Acceptance:
+    """Over the blocks of `examples` that their text fills."""
+    head = one_jump.reader.lm_head
+    total, hits = 0, None
+    for index, example in enumerate(examples):
+        shape = tuple(example.labels.shape)
+        hidden = one_jump.hidden(network, example.blocks, shape, Draws(0, index)).flatten(0, 2)
+        rows = chunk_rows(head.weight.shape[0])
+        drafted = torch.cat([logits_of(part, head).argmax(-1) for part in hidden.split(rows)])
+        whole = (example.labels >= 0).all(-1)
+        leading = (drafted.view(shape) == example.labels).long().cumprod(-1)[whole].sum(0)
+        hits = leading if hits is None else hits + leading
+        total += int(whole.sum())
+    slots = (hits.double() / max(1, total)).tolist() if hits is not None else []
+    return Acceptance(tuple(slots), total)

@@ -1,0 +1,134 @@
+"""The model card of a draft, README.md and curves.png, from what its folder records.
+
+training.json is written by the trainer, evaluation.json (optional) by `eval_draft.py`, which writes
+the card again. Without matplotlib the card has no picture.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_RECIPE_WORDS = {
+    "steps": "steps",
+    "batch_size": "conversations a batch",
+    "anchors": "anchors a conversation",
+    "max_length": "tokens of context at most",
+    "learning_rate": "learning rate",
+    "ema": "moving average",
+    "slot_decay": "slots over which the loss weight falls by e",
+    "labels": "labels of the one-jump term",
+    "one_jump": "share of blocks that jump 0 → 1",
+    "diagonal": "share of blocks on the diagonal",
+    "data_weight": "weight of the one-jump term",
+    "seed": "seed",
+}
+
+
+def write_card(folder: Path) -> None:
+    """Writes README.md and curves.png into a release folder."""
+    config = json.loads((folder / "config.json").read_text())
+    record = json.loads((folder / "training.json").read_text())
+    path = folder / "evaluation.json"
+    evaluation = json.loads(path.read_text()) if path.exists() else None
+    drawn = draw_curves(folder / "curves.png", record["runs"])
+    (folder / "README.md").write_text(card(config, record, evaluation, drawn))
+
+
+def card(config: dict, record: dict, evaluation: dict | None, drawn: bool) -> str:
+    """The text of README.md."""
+    target = config["target_model"]
+    lines = [
+        "---",
+        "license: apache-2.0",
+        "library_name: sglang",
+        "tags: [speculative-decoding, flashmap]",
+        "---",
+        f"# A FlashMap draft for {target}",
+        "",
+        _headline(config, record, evaluation),
+        "",
+        f"Serve it: `python -m sglang.launch_server --model-path {target} "
+        "--speculative-algorithm FLASHMAP --speculative-draft-model-path DIR`.",
+        "",
+        "## The draft",
+        f"{record['parameters'] / 1e6:.1f}M parameters: {config['num_hidden_layers']} layers of "
+        f"width {config['hidden_size']}, blocks of {config['block_size']} tokens, reading the "
+        f"outputs of target layers {config['target_layer_ids']}.",
+        "",
+        "## Data",
+        f"{record['data']['conversations']} answers of {record['data']['target']} itself, "
+        f"{record['data']['tokens'] / 1e6:.2f}M tokens with their prompts, sampled at temperatures "
+        f"{', '.join(f'{t:g}' for t in record['data']['temperatures'])}. One conversation in 25 "
+        "was held out.",
+    ]
+    for run in record["runs"]:
+        lines += ["", f"## Stage: {run['recipe']['stage']}", *_recipe(run)]
+    if drawn:
+        lines += ["", "![loss and accept length over the steps](curves.png)"]
+    if evaluation:
+        lines += ["", "## Acceptance with the server", *acceptance_table(evaluation)]
+    return "\n".join(lines) + "\n"
+
+
+def _headline(config: dict, record: dict, evaluation: dict | None) -> str:
+    if evaluation:
+        overall = evaluation["overall"]
+        parts = [f"{value['accept_length']:.2f} at T={heat}" for heat, value in overall.items()]
+        return f"Tokens a target pass, measured with the server: {', '.join(parts)}."
+    if not config["flow_map"]:
+        return "A stage-1 flow: the start of a draft, not one that can be served."
+    lengths = record["runs"][-1]["curves"]["accept_length"]
+    if not lengths:
+        return "Not evaluated yet."
+    return f"Tokens a target pass on held-out greedy text, one jump: {lengths[-1][1]:.2f}."
+
+
+def _recipe(run: dict[str, Any]) -> list[str]:
+    rows = ["| setting | value |", "|---|---|"]
+    for key, words in _RECIPE_WORDS.items():
+        rows.append(f"| {words} | {run['recipe'][key]} |")
+    return [*rows, f"| seconds on {run['ranks']} × {run['device']} | {run['seconds']:.0f} |"]
+
+
+def acceptance_table(evaluation: dict[str, Any]) -> list[str]:
+    """Accept length and acceptance a slot, a row for each domain and temperature."""
+    slots = evaluation["verify_width"] - 1
+    head = " | ".join(str(k + 1) for k in range(slots))
+    rows = [
+        f"| domain | T | prompts | accept length | slot {head} |",
+        "|---|---|---|---|" + "---|" * slots,
+    ]
+    for entry in evaluation["domains"]:
+        shares = " | ".join(f"{share:.2f}" for share in entry["slots"])
+        rows.append(
+            f"| {entry['domain']} | {entry['temperature']:g} | {entry['prompts']} | "
+            f"{entry['accept_length']:.2f} | {shares} |"
+        )
+    return rows
+
+
+def draw_curves(path: Path, runs: list[dict[str, Any]]) -> bool:
+    """A picture of the runs' losses and accept lengths; False without matplotlib."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
+    for run in runs:
+        name = run["recipe"]["stage"]
+        for axis, key in ((left, "loss"), (right, "accept_length")):
+            if run["curves"][key]:
+                axis.plot(*zip(*run["curves"][key]), label=name)
+    for axis, words in ((left, "loss"), (right, "accept length, held-out text")):
+        axis.set(xlabel="step", ylabel=words)
+        if axis.lines:
+            axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
