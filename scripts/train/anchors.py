@@ -3,8 +3,8 @@
 A batch is a pure function of (data, seed, step, rank): resuming needs no reader state. In each
 epoch conversations are shuffled, sorted by length inside pools of `_POOL` batches, cut into
 batches, and those are shuffled. A conversation longer than `max_length` is cut there. Anchors are
-drawn from the answer's first token, which a server's prefill samples, to the last but one; slots past the end
-of a conversation have no label and weigh nothing.
+drawn from the answer's first token, which a server's prefill samples, to the last but one; slots
+past the end of a conversation have no label and weigh nothing.
 """
 
 from __future__ import annotations

@@ -79,7 +79,6 @@ class TargetReader:
     def hidden_states(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of `tokens (B, S)`: the draft's context `(B, S, layers · H)`, and the states
         `(B, S, H)` that the LM head reads."""
-        body = self._model.get_decoder() if hasattr(self._model, "get_decoder") else self._model.model
-        out = body(input_ids=tokens, output_hidden_states=True, use_cache=False)
+        out = self._model.get_decoder()(input_ids=tokens, output_hidden_states=True, use_cache=False)
         context = torch.cat([out.hidden_states[i + 1] for i in self._layer_ids], dim=-1)
         return context, out.last_hidden_state

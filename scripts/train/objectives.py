@@ -12,10 +12,11 @@ Stage 1, `flow` (Flow Map Language Models, arXiv:2602.16813: a denoiser learnt b
 
     L = E_{y, x0, τ(s) ~ U[0,1]}  CE(onehot(y), δ_{s,s}(x_s))
 
-with the decoding-error clock τ of `times.py`. Its optimum is the posterior `E[onehot(y) | x_s, c]`.
+with the decoding-error clock τ of `times.py`. Its optimum is `E[onehot(y) | x_s, c]`.
 
-Stage 2, `map`: the two-time denoiser distilled by the semigroup property X_{s,t} = X_{u,t} ∘ X_{s,u}.
-Written in δ it is a convex combination, so the teacher is a distribution and cross-entropy applies:
+Stage 2, `map`: the two-time denoiser distilled by the semigroup property
+X_{s,t} = X_{u,t} ∘ X_{s,u}. Written in δ it is a convex combination, so the teacher is a
+distribution and cross-entropy applies:
 
     δ̄_{s,t}(x) = γ δ_{s,u}(x) + (1-γ) δ_{u,t}(X_{s,u}(x)),   γ = (1-t)(u-s) / ((1-u)(t-s))
     L = E_{s<u<t} CE(δ̄_{s,t}(x_s), δ_{s,t}(x_s)) + E_t CE(D_t(x_t), δ_{t,t}(x_t))

@@ -5,7 +5,7 @@ A data folder holds
     tokens.bin      all tokens one after the other, uint16 or uint32, little endian
     sequences.bin   one row of 4 int64 a conversation: start, prompt length, length (in tokens),
                     temperature in thousandths
-    prompts.jsonl   {"prompt": ids, "domain": …} a line, written by `prompts.py`; row i answers line i
+    prompts.jsonl   {"prompt": ids, "domain": …} a line (`prompts.py`); row i answers line i
 
 Tokens are synced to disk before the rows that name them, so a killed writer leaves at most tokens
 that no row names, which the next writer cuts off.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +10,7 @@ import pytest
 import torch
 import train_draft
 from tiny_model import write_tiny_model
-
-SIZES = (
-    *("--hidden-size", 32, "--heads", 2, "--layers", 1, "--cond-dim", 16, "--block-size", 4),
-    *("--batch-size", 8, "--anchors", 12, "--release-dtype", "float32", "--device", "cpu"),
-)
+from training_runs import data_command, train_command
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +35,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("".join(f"{chr(97 + i % 26)} prompt {i * 7}{chr(65 + i % 23)}\n" for i in range(60)))
+    lines = (f"{chr(97 + i % 26)} prompt {i * 7}{chr(65 + i % 23)}\n" for i in range(60))
+    path.write_text("".join(lines))
     return path
-
-
-def data_command(target: Path, prompts: Path, output: Path, *more: object) -> list[str]:
-    words = ["--target", target, "--output", output, "--prompts", prompts]
-    words += ["--sampler", "transformers", "--device", "cpu", "--max-new-tokens", 24]
-    return [*map(str, words), "--temperatures", "0", "--batch-size", "30", *map(str, more)]
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +45,6 @@ def data(target: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("data") / "data"
     assert make_data.main(data_command(target, prompts, folder)) == 0
     return folder
-
-
-def train_command(target: Path, data: Path, output: Path, *more: object) -> list[str]:
-    words = ["--target", target, "--data", data, "--output", output, *SIZES, *more]
-    return list(map(str, words))
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +55,7 @@ def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
     def run(stage: str) -> Path:
         folder = root / stage
         if not folder.exists():
-            more: list[object] = ["--stage", stage, "--steps", 160, "--ema", 0.9, "--lr", 0.01]
+            more: list[object] = ["--stage", stage, "--steps", 120, "--ema", 0.9, "--lr", 0.01]
             more += ["--validate-every", 20]
             if stage == "map":
                 more += ["--init", run("flow") / "release"]
@@ -78,8 +63,3 @@ def trained(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) 
         return folder
 
     return run
-
-
-def curves(run: Path) -> dict[str, list[list[float]]]:
-    """Of the last stage of a run's release."""
-    return json.loads((run / "release/training.json").read_text())["runs"][-1]["curves"]

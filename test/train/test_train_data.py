@@ -1,0 +1,159 @@
+"""Data on disk: made, resumed, checked; faults are told in one sentence."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import make_data
+import numpy as np
+import pytest
+import torch
+import train_draft
+from fork.errors import ForkError
+from tiny_model import write_tiny_model
+from train.anchors import BatchSource
+from train.features import load_target, load_tokenizer
+from train.prompts import ChatTemplate, read_prompts
+from train.sampling import Request, TransformersSampler
+from train.token_file import TokenFiles
+from training_runs import data_command, train_command
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def contents(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in ("tokens.bin", "sequences.bin")]
+
+
+def test_greedy_answers_are_the_targets(target: Path, data: Path) -> None:
+    model, files = load_target(target, "cpu"), TokenFiles([data])
+    for index in (0, 31):
+        sequence = files[index]
+        with torch.no_grad():
+            best = model(torch.from_numpy(sequence.tokens)[None]).logits[0].argmax(-1).numpy()
+        start = sequence.prompt_length
+        np.testing.assert_array_equal(sequence.tokens[start:], best[start - 1 : -1])
+
+
+def test_sampled_answers_follow_the_temperature(target: Path) -> None:
+    model = load_target(target, "cpu")
+    requests = [Request([65, 66], heat, 1) for heat in [0.5] * 400 + [3.0] * 400]
+    answers = [new[0] for new in TransformersSampler(model).answer(requests, [], seed=0)]
+    with torch.no_grad():
+        logits = model(torch.tensor([[65, 66]])).logits[0, -1]
+    for heat, tokens in ((0.5, answers[:400]), (3.0, answers[400:])):
+        probability = (logits / heat).softmax(-1)
+        best = int(probability.argmax())
+        expected = float(probability[best])
+        assert tokens.count(best) / 400 == pytest.approx(expected, abs=0.09)
+
+
+def test_killed_maker_goes_on_as_if_unbroken(target, prompts, data, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    more = ("--seconds", "1e-9")
+    assert make_data.main(data_command(target, prompts, folder, *more)) == 0
+    assert len(TokenFiles([folder])) == 30
+    with (folder / "tokens.bin").open("ab") as file:  # written, but not yet named by a row
+        file.write(b"\1\2\3")
+    with (folder / "sequences.bin").open("ab") as file:
+        file.write(b"\1")
+    assert make_data.main(data_command(target, prompts, folder)) == 0
+    assert contents(folder) == contents(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("tokens.bin", lambda b: b[:-10], "tokens.bin is shorter"),
+        ("tokens.bin", lambda b: b"\xff" * len(b), "tokens outside the vocabulary"),
+        ("sequences.bin", lambda b: b[:-3], "truncated sequences.bin"),
+        ("sequences.bin", lambda b: b[:8] + b"\xff" * 8 + b[16:], "corrupt sequences.bin"),
+        ("sequences.bin", lambda b: b"", "is empty"),
+        ("meta.json", lambda b: b"{}", "no readable meta.json"),
+    ],
+    ids=["short-tokens", "wild-tokens", "short-rows", "wild-rows", "no-rows", "no-meta"],
+)
+def test_broken_data_is_refused(name, change, words, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+    with pytest.raises(ForkError, match=words):
+        TokenFiles([folder])
+
+
+def test_target_with_another_tokenizer_is_refused(data: Path, tmp_path: Path, capsys) -> None:
+    other = write_tiny_model(tmp_path / "other", vocab_size=330)
+    command = train_command(other, data, tmp_path / "run", "--stage", "flow")
+    assert train_draft.main(command) == 1
+    assert "other has another: make data with this target" in capsys.readouterr().err
+
+
+def test_data_of_another_target_is_not_mixed(target, prompts, data, tmp_path, capsys) -> None:
+    other = write_tiny_model(tmp_path / "other", vocab_size=330)
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    assert make_data.main(data_command(other, prompts, folder)) == 1
+    assert "another target or tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("p.txt", "\n\n", "has no prompts"),
+        ("p.jsonl", "not json\n", "p.jsonl:1 is no JSON"),
+        ("p.jsonl", '{"words": 1}\n', 'none of "prompt"'),
+        ("p.jsonl", '{"prompt": 3}\n', "the prompt is no text"),
+    ],
+    ids=["empty", "no-json", "no-key", "no-text"],
+)
+def test_unusable_prompts_are_refused(name, text, words, target, tmp_path, capsys) -> None:
+    (tmp_path / name).write_text(text)
+    assert make_data.main(data_command(target, tmp_path / name, tmp_path / "data")) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_target_without_a_chat_template_needs_prompts(target, tmp_path, capsys) -> None:
+    words = ["--target", str(target), "--output", str(tmp_path / "data"), "--device", "cpu"]
+    assert make_data.main([*words, "--sampler", "transformers"]) == 1
+    assert "no chat template to write prompts from: pass --prompts" in capsys.readouterr().err
+
+
+def test_prompts_take_the_chat_template(target: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = TEMPLATE
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt": "hi", "domain": "chat"}\n'
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
+    texts = [tokenizer.decode(p.ids) for p in read_prompts([path], tokenizer)]
+    assert texts == ["<user>hi</end><assistant>", "<user>a</end><assistant>b</end><assistant>"]
+    raw = read_prompts([path], tokenizer, raw=True)[0]
+    assert (tokenizer.decode(raw.ids), raw.domain) == ("hi", "chat")
+    template = ChatTemplate(tokenizer)
+    assert tokenizer.decode(template.opening("How")) == "<user>How"
+    assert tokenizer.decode(template.after) == "</end><assistant>"
+
+
+def test_anchors_are_where_a_server_drafts(data: Path) -> None:
+    files = TokenFiles([data])
+    source = BatchSource(files, batch_size=6, anchors=9, block_size=4, max_length=26, seed=1)
+    known = {tuple(files[i].tokens[:26].tolist()): files[i].prompt_length for i in range(len(files))}
+    seen = 0
+    for step in range(source.batches_per_epoch):
+        batch = source.train_batch(step)
+        for tokens, anchors, labels in zip(batch.tokens, batch.anchors, batch.labels):
+            row = next(row for row in known if tokens[: len(row)].tolist() == list(row))
+            seen += 1
+            for anchor, block in zip(anchors.tolist(), labels.tolist()):
+                assert known[row] <= anchor <= len(row) - 2
+                following = list(row[anchor + 1 : anchor + 5])
+                assert block == following + [-1] * (4 - len(following))
+    assert seen == source.batches_per_epoch * 6
+    again = source.train_batch(2)
+    assert torch.equal(again.anchors, source.train_batch(2).anchors)
+    assert not torch.equal(again.tokens, source.train_batch(3).tokens)
