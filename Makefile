@@ -5,10 +5,11 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 VENV := .venv/bin/python
 ARGS ?=
 
-.PHONY: help serve test check tree refresh wheel venv clean
+.PHONY: help serve test soak check tree refresh wheel venv clean
 help:
 	@echo "make serve    set up, then serve the demo model with FLASHMAP on port 30000 (ARGS=\"--port 30001\")"
 	@echo "make test     set up, then check the fork and run all tests (ARGS=\"-k tree\")"
+	@echo "make soak     load and faults on real servers, ten minutes (ARGS=\"--minutes 30\")"
 	@echo "make check    the fork's rules: patches, overlay, budget"
 	@echo "make tree     build build/tree: upstream + patches + overlay"
 	@echo "make refresh  write the commits of build/tree back to python/patches"
@@ -24,6 +25,10 @@ test:
 	@$(PYTHON) scripts/setup_env.py --test
 	@$(PYTHON) scripts/upstream.py check
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV) -m pytest test $(ARGS)
+
+soak:
+	@$(PYTHON) scripts/setup_env.py --test
+	@$(VENV) test/soak/run_soak.py $(ARGS)
 
 venv:
 	@$(PYTHON) scripts/setup_env.py

@@ -122,7 +122,8 @@ def catalog(size: int, *, context: int, seed: int) -> list[Request]:
         kind = list(KINDS)[index % len(KINDS)]
         stem = rng.choice(stems)  # prompts share prefixes
         prompt = stem[: rng.randint(1, len(stem))] + rng.choices(PRINTABLE, k=rng.randint(1, 6))
-        params = dict(temperature=0) | KINDS[kind](rng, context - len(prompt))
+        # The server keeps two positions of the context for itself.
+        params = dict(temperature=0) | KINDS[kind](rng, context - len(prompt) - 2)
         payload: dict[str, Any] = dict(input_ids=prompt, sampling_params=params)
         if kind == "logprobs":
             payload |= dict(return_logprob=True, top_logprobs_num=rng.randint(0, 5))
@@ -137,7 +138,7 @@ def seeded(size: int, *, context: int, seed: int) -> list[Request]:
     for index in range(size):
         prompt = rng.choices(PRINTABLE, k=rng.randint(1, context // 3))
         make = _sampled_grammar if index % 4 == 0 else _sampled
-        params = make(rng, min(48, context - len(prompt))) | dict(sampling_seed=rng.randrange(2**31))
+        params = make(rng, min(48, context - len(prompt) - 2)) | dict(sampling_seed=rng.randrange(2**31))
         requests.append(Request("seeded", dict(input_ids=prompt, sampling_params=params)))
     return requests
 
@@ -149,7 +150,7 @@ def at_the_limit(context: int, *, seed: int) -> list[Request]:
     for length in (1, context // 2, context - 18, context - 17, context - 3, context - 2,
                    context - 1, context, context + 1):  # fmt: skip
         prompt = rng.choices(PRINTABLE, k=length)
-        for past in (-1, 0, 1, 1000):
+        for past in (-3, -2, -1, 0, 1, 1000):
             tokens = max(0, context - length + past)
             params = dict(temperature=0, max_new_tokens=tokens, ignore_eos=True)
             requests.append(Request("limit", dict(input_ids=prompt, sampling_params=params)))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Iterator, Sequence
 
+from fuzz_folders import PLANTED, draft_base, verdict, write_fuzzed
+from fuzz_requests import fuzzed
 from serving import Server
 from soak_catalog import Request
 from soak_client import Outcome, ask
 from soak_report import Phase
-from soak_servers import resident_bytes, tracebacks, what_is_left
+from soak_servers import Models, resident_bytes, tracebacks, what_is_left
 
 CLIENTS = 24
 FAULTS = ("abort", "leave", "leave-at-once")
@@ -143,3 +146,132 @@ def submit(
     if fault == "leave-at-once":
         return ask(server.port, "/generate", payload, leave_after=0)
     return ask(server.port, "/generate", payload)
+
+
+def limits(server: Server, phase: Phase, requests: Sequence[Request]) -> None:
+    """Requests around the context limit get the plain server's answer, or its refusal."""
+
+    def run(request: Request) -> None:
+        phase.count("requests")
+        outcome = ask(server.port, "/generate", request.payload)
+        if outcome.status == 400 and "output_ids" not in request.expected:
+            phase.count("refused")
+        elif outcome.status != 200:
+            phase.count("lost", f"{request.payload}: {outcome}")
+        elif "output_ids" not in request.expected:
+            phase.count("wrong", f"{request.payload}: not refused, but {outcome.answer}")
+        elif reason := difference(request, outcome.answer):
+            phase.count("wrong", f"{request.payload}: {reason}")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, requests))
+
+
+def fuzzed_requests(
+    server: Server,
+    phase: Phase,
+    count: int,
+    known: Sequence[Request],
+    *,
+    first: int = 0,
+    until: threading.Event | None = None,
+) -> None:
+    """Fuzzed requests are answered, whatever the answer, and sane ones among them are not disturbed.
+
+    A status of 500 or more counts as lost.
+    """
+    greedy = [r for r in known if r.greedy]
+
+    def run(seed: int) -> None:
+        if until is not None and until.is_set():
+            return
+        phase.count("requests")
+        path, body = fuzzed(random.Random(seed))
+        outcome = ask(server.port, path, body)
+        if outcome.status is None or outcome.status >= 500:
+            phase.count("lost", f"seed {seed}, {path} {body[:300]!r}: {outcome}")
+        elif outcome.status >= 400:
+            phase.count("refused")
+        if seed % 10 == 0:
+            request = greedy[seed % len(greedy)]
+            phase.count("requests")
+            judge(phase, request, ask(server.port, "/generate", request.payload), None)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(first, first + count)))
+
+
+def restart_under_load(
+    server: Server, phase: Phase, requests: Sequence[Request], count: int
+) -> None:
+    """End the server while it answers, start it again on its port, and ask as before.
+
+    What was cut off counts as aborted; what was answered in full must be right.
+    """
+    cut = Phase("cut")
+    stopping = threading.Event()
+    thread = threading.Thread(
+        target=load, args=(server, cut, requests, 10 * CLIENTS), kwargs=dict(seed=7, until=stopping)
+    )
+    thread.start()
+    while cut.requests < 2 * CLIENTS and thread.is_alive():
+        time.sleep(0.01)
+    server.stop()
+    stopping.set()
+    thread.join()
+    phase.requests += cut.requests
+    phase.aborted += cut.lost
+    phase.wrong += cut.wrong
+    phase.notes += cut.notes if cut.wrong else []
+    if not cut.lost:
+        phase.count("wrong", "the restart cut no request off, so nothing was tested")
+    server.start()
+    load(server, phase, requests, count, seed=8)
+
+
+def repeated(server: Server, phase: Phase, requests: Sequence[Request], times: int) -> None:
+    """Every request, asked several times among the others, always gets its first answer."""
+    for round_seed in range(times):
+        rng = random.Random(round_seed)
+        order = rng.sample(requests, len(requests))
+
+        def run(request: Request) -> None:
+            phase.count("requests")
+            outcome = ask(server.port, "/generate", request.payload)
+            if request.expected is not None or outcome.status != 200:
+                judge(phase, request, outcome, None)
+            else:
+                request.expected = outcome.answer
+
+        with ThreadPoolExecutor(rng.choice((1, 4, CLIENTS))) as pool:
+            list(pool.map(run, order))
+
+
+def damaged_folders(
+    phase: Phase, models: Models, count: int, rng: random.Random, until: threading.Event
+) -> None:
+    """Every folder loads or is refused in one line; no code in it runs."""
+    start = time.monotonic()
+    first = rng.randrange(10**6)
+    base = draft_base(models.untrained, models.folder / "base")
+    for seed in range(first, first + count):
+        if until.is_set():
+            break
+        folder = models.folder / f"damaged-{seed}"
+        damage = write_fuzzed(folder, base, seed)
+        phase.count("requests")
+        try:
+            message = verdict(models.target, folder, *(["--trust-remote-code"] if seed % 2 else []))
+        except Exception as error:
+            phase.count("lost", f"seed {seed}, {damage}: {type(error).__name__}: {error}")
+        else:
+            if "\n" in message:
+                phase.count("wrong", f"seed {seed}, {damage}: {message}")
+            elif message:
+                phase.count("refused")
+        planted = models.folder / PLANTED
+        if planted.exists():
+            phase.count("wrong", f"seed {seed}, {damage}: code of the folder ran")
+            planted.rmdir()
+        shutil.rmtree(folder)
+    phase.seconds = time.monotonic() - start
