@@ -20,7 +20,7 @@ from fork.errors import ForkError
 from train.anchors import BatchSource
 from train.draft_config import FlashMapConfigError, check_target, new_config
 from train.estimate import estimate
-from train.features import TargetReader, load_target, load_tokenizer
+from train.features import RememberingReader, TargetReader, load_target, load_tokenizer
 from train.loop import Trainer
 from train.network import DraftNetwork, parameter_count
 from train.objectives import Flow, Map, Objective, OneJump
@@ -94,7 +94,8 @@ def make_trainer(options: argparse.Namespace, world: World) -> tuple[Trainer, To
     flow = None
     if recipe.stage == "map":
         flow = make_network(options, model.config).to(world.device).requires_grad_(False)
-    reader = TargetReader(model, network.config.target_layer_ids)
+    make_reader = RememberingReader if options.remember else TargetReader
+    reader = make_reader(model, network.config.target_layer_ids)
     source = BatchSource(
         files,
         batch_size=recipe.batch_size,
@@ -212,6 +213,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=0, help="save and stop after this long (0: no limit)")
     add("--release-early", action="store_true", help="write release/ also when stopped")
     add("--release-dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    add("--remember", action="store_true", help="keep the target's states in memory (little data)")
     add("--compile", action="store_true", help="torch.compile the network")
     add("--device", help="cuda or cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the target")

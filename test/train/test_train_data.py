@@ -13,7 +13,7 @@ import train_draft
 from fork.errors import ForkError
 from tiny_model import write_tiny_model
 from train.anchors import BatchSource
-from train.features import load_target, load_tokenizer
+from train.features import RememberingReader, TargetReader, load_target, load_tokenizer
 from train.prompts import ChatTemplate, read_prompts
 from train.sampling import Request, TransformersSampler
 from train.token_file import TokenFiles
@@ -142,7 +142,9 @@ def test_prompts_take_the_chat_template(target: Path, tmp_path: Path) -> None:
 def test_anchors_are_where_a_server_drafts(data: Path) -> None:
     files = TokenFiles([data])
     source = BatchSource(files, batch_size=6, anchors=9, block_size=4, max_length=26, seed=1)
-    known = {tuple(files[i].tokens[:26].tolist()): files[i].prompt_length for i in range(len(files))}
+    known = {
+        tuple(files[i].tokens[:26].tolist()): files[i].prompt_length for i in range(len(files))
+    }
     seen = 0
     for step in range(source.batches_per_epoch):
         batch = source.train_batch(step)
@@ -157,3 +159,13 @@ def test_anchors_are_where_a_server_drafts(data: Path) -> None:
     again = source.train_batch(2)
     assert torch.equal(again.anchors, source.train_batch(2).anchors)
     assert not torch.equal(again.tokens, source.train_batch(3).tokens)
+
+
+def test_remembered_states_are_the_targets(target: Path, data: Path) -> None:
+    model = load_target(target, "cpu")
+    fresh, remembering = TargetReader(model, [0]), RememberingReader(model, [0])
+    tokens = torch.from_numpy(TokenFiles([data])[4].tokens)[None]
+    for width in (40, 70, 50, 70):
+        padded = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1])))[:, :width]
+        for got, expected in zip(remembering.hidden_states(padded), fresh.hidden_states(padded)):
+            torch.testing.assert_close(got, expected)
