@@ -30,9 +30,18 @@ from sglang.srt.speculative.flashmap.config import resolve_draft_vocab_size
 
 WEIGHTS, RANKING = "model.safetensors", "draft_vocab.safetensors"
 PLANTED = "executed"
-HOSTILE_NAMES = ("", "__class__", "../../escape", "layers.0.\0", "a" * 5000, "fc.weight\n", "🐱", "ids")
-HOSTILE_VALUES = (None, True, -1, 0, 2**31, 2**63, 10**30, 0.5, float("nan"), float("inf"), "", "16",
-                  "é" * 3000, [], [0], [[1]], [10**20], {}, {"1": []}, {"rope_type": "yarn"})  # fmt: skip
+HOSTILE_NAMES = (
+    "",
+    "__class__",
+    "../../escape",
+    "layers.0.\0",
+    "a" * 5000,
+    "fc.weight\n",
+    "🐱",
+    "ids",
+)
+HOSTILE_VALUES = (None, True, -1, 0, 2**31, 2**63, 10**30, 0.5, float("nan"), float("inf"), "",
+                  "16", "é" * 3000, [], [0], [[1]], [10**20], {}, {"1": []})  # fmt: skip
 
 
 class Payload:
@@ -216,7 +225,7 @@ def serve_until_loaded(target: Path, draft: Path, *flags: str) -> Any:
 
 
 def verdict(target: Path, draft: Path, *flags: str) -> str:
-    """Empty if the folder loads; else the error's message. Any error but a `ValueError` propagates."""
+    """Empty if the folder loads; else the message of the `ValueError` that refuses it."""
     try:
         serve_until_loaded(target, draft, *flags)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Requests that no sane client sends: wrong types, absurd sizes, numbers that are none, broken JSON."""
+"""Requests that no sane client sends: wrong types, absurd sizes, no numbers, broken JSON."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def value(rng: random.Random, depth: int = 0) -> Any:
         makers += [
             lambda: [value(rng, depth + 1) for _ in range(rng.randint(0, 4))],
             lambda: {
-                str(rng.choice((*TEXTS, *NUMBERS, "type", "role", "content"))): value(rng, depth + 1)
+                str(rng.choice((*TEXTS, *NUMBERS, "type", "role", "content"))): value(
+                    rng, depth + 1
+                )
                 for _ in range(rng.randint(0, 4))
             },
         ]

@@ -1,4 +1,4 @@
-"""`make soak`: minutes of load and faults on servers of loopback, one table, exit status 1 for faults.
+"""`make soak`: minutes of load and faults on servers of loopback, a table, status 1 for faults.
 
     python test/soak/run_soak.py [--minutes 10] [--requests 2000] [--folders 500] [--fuzz 500]
 
@@ -121,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not metrics(server).get("num_retracted_requests_total"):
                     phase.count("wrong", "no request was retracted, so nothing was tested")
             done(phase)
-        with models.flashmap(models.untrained, *MAIN, "--speculative-flashmap-num-steps", 2) as server:
+        with models.flashmap(
+            models.untrained, *MAIN, "--speculative-flashmap-num-steps", 2
+        ) as server:
             with watched(server, "seeds") as phase:
                 repeated(server, phase, seeded(max(1, part // 4), context=192, seed=6), 4)
             done(phase)

@@ -138,7 +138,9 @@ def seeded(size: int, *, context: int, seed: int) -> list[Request]:
     for index in range(size):
         prompt = rng.choices(PRINTABLE, k=rng.randint(1, context // 3))
         make = _sampled_grammar if index % 4 == 0 else _sampled
-        params = make(rng, min(48, context - len(prompt) - 2)) | dict(sampling_seed=rng.randrange(2**31))
+        params = make(rng, min(48, context - len(prompt) - 2)) | dict(
+            sampling_seed=rng.randrange(2**31)
+        )
         requests.append(Request("seeded", dict(input_ids=prompt, sampling_params=params)))
     return requests
 

@@ -9,14 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Sequence
 
+from drafts.folders import PACKAGE, write_oracle
+from drafts.replay import Corruption, Reference
 from make_draft import main as make_draft
 from serving import Server
 from soak_catalog import Request
 from soak_client import ask
 from tiny_model import write_tiny_model
-
-from drafts.folders import PACKAGE, write_oracle
-from drafts.replay import Corruption, Reference
 
 BLOCK_SIZE = 16
 # Whole blocks, parts of blocks and nothing are accepted in turn.

@@ -31,7 +31,10 @@ def blocks(draw: Any) -> tuple[torch.Tensor, torch.Tensor]:
         draw(st.lists(st.integers(0, VOCAB - 1), min_size=count, max_size=count)), dtype=torch.int64
     )
     drafts, target = tokens.split([size * num_drafts, size * (num_drafts + 1)])
-    drafts, target = drafts.view(size, -1 if size else num_drafts), target.view(size, num_drafts + 1)
+    drafts, target = (
+        drafts.view(size, -1 if size else num_drafts),
+        target.view(size, num_drafts + 1),
+    )
     kept = draw(st.lists(st.integers(0, num_drafts), min_size=size, max_size=size))
     for row, length in enumerate(kept):  # long accepts too, up to all
         target[row, :length] = drafts[row, :length]
@@ -67,7 +70,9 @@ def test_rows_of_a_mixed_batch_stay_apart(
     greedy = accept_greedy(drafts, target)
     other = Accepted(torch.zeros_like(greedy.num_correct), greedy.bonus + VOCAB)
     size = len(drafts)
-    rows = torch.tensor(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=bool)
+    rows = torch.tensor(
+        data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=bool
+    )
     merged = merge_accepted(greedy, other, rows)
     for row in range(size):
         source = greedy if rows[row] else other

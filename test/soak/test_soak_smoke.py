@@ -84,6 +84,7 @@ def test_fuzzed_requests(server: Server, requests: list[Request]) -> None:
 
 # --- accounting ------------------------------------------------------------------------------
 
+
 def check_identities(meta: dict[str, Any], tokens: int) -> None:
     """What the numbers of one answer must satisfy, whichever way it ended."""
     assert meta["completion_tokens"] == tokens
