@@ -26,7 +26,7 @@ def write_oracle(
     folder: Path,
     base: Path,
     references: Sequence[Reference],
-    corruption: Corruption = Corruption(),
+    corruption: Corruption,
     *,
     architecture: str = "OracleDraftModel",
     **settings: Any,

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import torch
+from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
 
 from drafts.replay import Corruption, Reference, Replay
-from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
 
 # Softmax over a vocabulary of a million leaves less than 1e-15 to all other tokens together.
 _PEAK = 50.0
@@ -17,10 +17,10 @@ _PEAK = 50.0
 class OracleDraftModel(FlashMapDraftModel):
     """Drafts the continuation of a known prompt, some slots corrupted.
 
-    `config.oracle` holds `references` (path of a JSON list of `{"prompt": ids, "completion": ids}`),
-    `probabilities` and `seed` (`drafts.replay.Corruption`). Weights are loaded and the context is
-    written as ever, only the logits are not the network's. Requests without a reference get
-    arbitrary drafts. A token outside a restricted draft vocabulary is replaced by its first token.
+    `config.oracle` holds `references` (path of a JSON list of `{"prompt": ids, "completion":
+    ids}`), `probabilities` and `seed` (`drafts.replay.Corruption`). Weights are loaded and the
+    context is written as ever, only the logits are not the network's. Requests without a reference
+    get arbitrary drafts. A token outside a restricted draft vocabulary becomes its first token.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:

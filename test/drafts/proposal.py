@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
 
 

@@ -1,13 +1,13 @@
-"""`RecordingDraftModel`: the real network's drafts, kept for a comparison with the reference model."""
+"""`RecordingDraftModel`: keeps the real network's drafts, to compare them with another's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
 
 from drafts.oracle import OracleDraftModel
-from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
 
 
 class RecordingDraftModel(OracleDraftModel):
@@ -36,26 +36,18 @@ class RecordingDraftModel(OracleDraftModel):
         return super().draft_logits(noise, positions, context, num_candidates, out)
 
     def _save(self, folder: Path, noise, positions, context, logits) -> None:
-        requests = len(self._anchors)
-        rows = zip(
-            self._references,
-            self._anchors,
-            context.lens.tolist(),
-            noise.view(requests, self.config.block_size, -1),
-            positions.view(requests, -1),
-            logits.view(requests, self.config.block_size, -1),
-        )
+        blocks = [t.view(len(self._anchors), self.config.block_size, -1) for t in (noise, logits)]
         record = [
             dict(
-                reference=reference,
+                reference=self._references[i],
                 position=position,
                 anchor=anchor,
-                context_len=length,
-                noise=request_noise.clone(),
-                positions=slots.clone(),
-                logits=request_logits.clone(),
+                context_len=int(context.lens[i]),
+                noise=blocks[0][i].clone(),
+                positions=positions.view(len(self._anchors), -1)[i].clone(),
+                logits=blocks[1][i].clone(),
             )
-            for reference, (_, position, anchor), length, request_noise, slots, request_logits in rows
+            for i, (_, position, anchor) in enumerate(self._anchors)
         ]
         # Renamed when complete: the test may look while the server writes.
         partial = folder / f"{len(list(folder.glob('*.pt'))):04d}.partial"

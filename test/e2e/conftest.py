@@ -11,6 +11,8 @@ from typing import Any, Iterator
 
 import pytest
 from demo_target import demo_target
+from drafts.folders import write_oracle
+from drafts.replay import Reference
 from e2e_cases import (
     BLOCK_SIZE,
     CORRUPTION,
@@ -25,9 +27,6 @@ from e2e_cases import (
 from e2e_prompts import BOOK, EVERYDAY, LONG
 from fork.checkout import here
 from serving import Server
-
-from drafts.folders import write_oracle
-from drafts.replay import Reference
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +63,7 @@ def plain(smollm: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def cases(plain: Server, tokenizer: Any) -> dict[str, Case]:
-    """Everyday prompts and the long one by their text, continued past any end of text, in one batch.
+    """Everyday prompts and the long one by their text, continued past any end, in one batch.
 
     Longer than the tests ask for, by what the last block of an oracle can run over.
     """

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
-from e2e_prompts import LONG, RAW
-from serving import Server
-
 from drafts.folders import PACKAGE
 from drafts.replay import Corruption, Reference, predicted_accepts
+from e2e_prompts import LONG, RAW
+from serving import Server
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 128
@@ -23,12 +22,12 @@ CORRUPTION = Corruption((0.2, 0.08), seed=1)
 FLOAT32 = ("--dtype", "float32", "--random-seed", "0")
 TEST_FOLDER = Path(__file__).resolve().parents[1]
 END = 2  # <|im_end|>
-# OpenMP threads that spin while they wait make a server ten times slower on busy cores.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+# Both cores, but no spinning at barriers: that makes a server ten times slower on busy cores.
+ENVIRONMENT: dict[str, str | None] = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": "passive"}
 
 
 def flashmap_server(target: Path, draft: Path, *args: object, **options: Any) -> Server:
-    """A server of `target` with the draft folder `draft`, drafts of this repository's tests allowed."""
+    """A server of `target` with the draft folder `draft`, which may be one of `test/drafts`."""
     server = Server(
         "--model-path", target,
         *FLOAT32,
@@ -122,7 +121,7 @@ def used_tokens(server: Server) -> int:
 
 
 def assert_pool_is_free(server: Server) -> None:
-    """No request holds a slot, and the server's own leak check, which runs when idle, is content."""
+    """No request holds a slot, and the server's own leak check found nothing when it was idle."""
     deadline = time.monotonic() + 30
     while used_tokens(server) and time.monotonic() < deadline:
         time.sleep(0.2)

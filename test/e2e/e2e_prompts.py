@@ -30,7 +30,7 @@ CODE = (
     "for i in range(10):\n    print(i)\n\nfor j in range(20):\n    ",
 )
 COPIES = (
-    "Repeat this identifier exactly: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "Repeat this identifier exactly: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0",
     "one two three four five six one two three four five six one two three four",
     "0, 1, 1, 2, 3, 5, 8, 13, 21, ",
     "The quick brown fox jumps over the lazy dog. The quick brown fox jumps over the",

@@ -6,15 +6,16 @@ whole way, through a server's start.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
 import pytest
+from drafts.folders import write_draft
 from e2e_cases import flashmap_server
 from safetensors.torch import load_file, save_file
 from serving import ServerFailed
 from tiny_model import write_tiny_model
-
-from drafts.folders import write_draft
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +32,40 @@ def draft(target: Path) -> Path:
     return folder
 
 
-def missing_folder(folder: Path, draft: Path) -> tuple[Path, tuple[str, ...], str]:
-    return folder, (), "does not exist; pass a FlashMap release folder or"
+@dataclass(frozen=True)
+class Start:
+    """What to serve, and what the last line has to say about it."""
+
+    draft: Path
+    sentence: str
+    arguments: tuple[str, ...] = ()
 
 
-def renamed_tensor(folder: Path, draft: Path) -> tuple[Path, tuple[str, ...], str]:
+def missing_folder(folder: Path, draft: Path) -> Start:
+    return Start(folder, f"{folder} does not exist; pass a FlashMap release folder or a Hugging")
+
+
+def renamed_tensor(folder: Path, draft: Path) -> Start:
     write_draft(folder, draft, "FlashMapDraftModel")
     weights = load_file(folder / "model.safetensors")
     weights["hidden_norm.scale"] = weights.pop("hidden_norm.weight")
     save_file(weights, folder / "model.safetensors")
-    return folder, (), (
-        "lacks hidden_norm.weight and has the unexpected hidden_norm.scale; use a complete FlashMap "
-        "release whose weights match its config.json."
-    )
+    return Start(folder, "lacks hidden_norm.weight and has the unexpected hidden_norm.scale; use a")
 
 
-def unknown_backend(folder: Path, draft: Path) -> tuple[Path, tuple[str, ...], str]:
-    arguments = ("--attention-backend", "triton")
-    return draft, arguments, "cannot verify with --attention-backend triton on cpu; choose torch_nat"
+def other_backend(folder: Path, draft: Path) -> Start:
+    sentence = "FLASHMAP cannot verify with --attention-backend triton on cpu; choose torch_native."
+    return Start(draft, sentence, ("--attention-backend", "triton"))
 
 
-@pytest.mark.parametrize("fault", [missing_folder, renamed_tensor, unknown_backend])
-def test_a_start_ends_in_one_sentence(fault, target: Path, draft: Path, tmp_path: Path) -> None:
-    folder, arguments, sentence = fault(tmp_path / "draft", draft)
-    server = flashmap_server(target, folder, *arguments)
+@pytest.mark.parametrize("fault", [missing_folder, renamed_tensor, other_backend])
+def test_a_start_ends_in_one_sentence(
+    fault: Callable[[Path, Path], Start], target: Path, draft: Path, tmp_path: Path
+) -> None:
+    start = fault(tmp_path / "draft", draft)
+    server = flashmap_server(target, start.draft, *start.arguments)
     with pytest.raises(ServerFailed):
         server.start()
     log = server.log()
-    assert sentence in log.splitlines()[-1]
+    assert start.sentence in log.splitlines()[-1]
     assert "Load weight begin" not in log

@@ -9,19 +9,19 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 
 import pytest
 import torch
+from drafts.folders import write_oracle
+from drafts.replay import Reference
 from e2e_cases import CORRUPTION, Case, flashmap_server, flush_cache
 from e2e_prompts import CHATS, CODE, LANGUAGES, LONG
 from serving import Server
 
-from drafts.folders import write_oracle
-from drafts.replay import Reference
-
 CHUNK = 64
 NUM_DRAFTS = 8  # of 16 slots
+NUM_TOKENS = 32
 TOLERANCE = 1e-3
 
 
@@ -32,13 +32,14 @@ class Recorder:
     server: Server
     folder: Path
 
-    def drafts(self, ask: Callable[[], Any]) -> list[dict[str, Any]]:
-        """What is drafted while `ask` runs, one entry per request and step, oldest first."""
+    def ask(self, prompt: list[Any]) -> tuple[Any, list[dict[str, Any]]]:
+        """The greedy answers to one or several prompts, and what was drafted for them: one entry
+        per request and step, oldest first."""
         self.folder.mkdir()
         try:
-            ask()
+            answer = self.server.generate(prompt, max_new_tokens=NUM_TOKENS, ignore_eos=True)
             paths = sorted(self.folder.glob("*.pt"))
-            return [draft for path in paths for draft in torch.load(path)]
+            return answer, [draft for path in paths for draft in torch.load(path)]
         finally:
             shutil.rmtree(self.folder)
 
@@ -55,9 +56,8 @@ class Package:
     @torch.inference_mode()
     def features(self, reference: int) -> torch.Tensor:
         if reference not in self._features:
-            # As far as the tests' answers go.
-            tokens = self.references[reference].tokens
-            ids = torch.tensor([tokens[: len(self.references[reference].prompt) + 48]])
+            found = self.references[reference]
+            ids = torch.tensor([found.tokens[: len(found.prompt) + NUM_TOKENS]])
             states = self.target(ids, output_hidden_states=True).hidden_states
             self._features[reference] = self.model.select_target_hidden(states)
         return self._features[reference]
@@ -140,13 +140,9 @@ def check(drafts: list[dict[str, Any]], package: Package, asked: list[Case]) -> 
         assert len(advances) > 1 and max(advances) > 1, "steps are not of several lengths"
 
 
-def test_a_prompt_alone(
-    recorder: Recorder, package: Package, cases: dict[str, Case]
-) -> None:
+def test_a_prompt_alone(recorder: Recorder, package: Package, cases: dict[str, Case]) -> None:
     case = cases[CHATS[1]]
-    drafts = recorder.drafts(
-        lambda: recorder.server.generate(case.prompt, max_new_tokens=32, ignore_eos=True)
-    )
+    _, drafts = recorder.ask(case.prompt)
     check(drafts, package, [case])
     # What these comparisons are able to see.
     error = difference(package.logits(drafts[-1], stale=True), package.logits(drafts[-1]))
@@ -155,10 +151,7 @@ def test_a_prompt_alone(
 
 def test_a_ragged_batch(recorder: Recorder, package: Package, cases: dict[str, Case]) -> None:
     chosen = [cases[text] for text in (CHATS[2], CODE[0], CODE[3], LANGUAGES[1], LANGUAGES[11])]
-    prompts = [case.prompt for case in chosen]
-    drafts = recorder.drafts(
-        lambda: recorder.server.generate(prompts, max_new_tokens=24, ignore_eos=True)
-    )
+    _, drafts = recorder.ask([case.prompt for case in chosen])
     check(drafts, package, chosen)
 
 
@@ -169,13 +162,8 @@ def test_a_prompt_prefilled_in_chunks_and_then_cached(
     assert len(case.prompt) > 4 * CHUNK
     flush_cache(recorder.server)
     for cached in (0, len(case.prompt) - 1):
-        answer: dict[str, Any] = {}
-        drafts = recorder.drafts(
-            lambda: answer.update(
-                recorder.server.generate(case.prompt, max_new_tokens=24, ignore_eos=True)
-            )
-        )
+        answer, drafts = recorder.ask(case.prompt)
         assert answer["meta_info"]["cached_tokens"] == cached
-        assert answer["output_ids"] == case.completion[:24]
+        assert answer["output_ids"] == case.completion[:NUM_TOKENS]
         check(drafts, package, [case])
     assert recorder.server.log().count(f"#new-token: {CHUNK},") >= 4

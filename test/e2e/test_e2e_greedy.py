@@ -69,9 +69,7 @@ def test_shared_prefixes_and_generated_prefixes(oracle: Server, cases: dict[str,
     # Branches off within the prompt, continues what was generated, and runs past it.
     cuts = (57, len(case.prompt) + 33, len(case.prompt) + 70)
     sequence = case.prompt + case.completion
-    answers = oracle.generate(
-        [sequence[:cut] for cut in cuts], max_new_tokens=24, ignore_eos=True
-    )
+    answers = oracle.generate([sequence[:cut] for cut in cuts], max_new_tokens=24, ignore_eos=True)
     for cut, answer in list(zip(cuts, answers))[1:]:
         assert answer["output_ids"] == sequence[cut : cut + 24]
     cached = [answer["meta_info"]["cached_tokens"] for answer in answers]

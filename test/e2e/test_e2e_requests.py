@@ -77,9 +77,7 @@ def test_stop_tokens(plain: Server, oracle: Server, cases: dict[str, Case]) -> N
 
 
 @pytest.mark.parametrize("stop", [None, "scattering"], ids=["whole", "stopped"])
-def test_logprobs(
-    plain: Server, oracle: Server, cases: dict[str, Case], stop: str | None
-) -> None:
+def test_logprobs(plain: Server, oracle: Server, cases: dict[str, Case], stop: str | None) -> None:
     params = dict(temperature=0, max_new_tokens=40, ignore_eos=True, stop=stop)
     payload = dict(
         input_ids=cases[CHATS[1]].prompt,
@@ -106,6 +104,7 @@ def logprobs(entries: list[list[Any]]) -> list[float]:
 
 
 # --- constraints -----------------------------------------------------------------------------
+
 
 def test_grammars_mixed_with_free_text(
     oracle: Server, cases: dict[str, Case], constrained: dict[str, Case]
@@ -239,9 +238,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_requests_are_refused(
-    oracle: Server, cases: dict[str, Case], name: str
-) -> None:
+def test_malformed_requests_are_refused(oracle: Server, cases: dict[str, Case], name: str) -> None:
     status, _ = refusal(oracle, *MALFORMED[name])
     assert 400 <= status < 500
     case = cases[CHATS[0]]

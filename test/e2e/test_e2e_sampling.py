@@ -14,11 +14,10 @@ from typing import Any, Iterator
 import numpy as np
 import pytest
 import torch
+from drafts.folders import write_draft
 from e2e_cases import assert_pool_is_free, flashmap_server
 from serving import Server
 from tiny_model import write_tiny_model
-
-from drafts.folders import write_draft
 
 CONTEXT = 64
 PROMPT = [40, 41, 77, 12, 99]
@@ -59,7 +58,7 @@ class Target:
         return torch.cat(parts)
 
     def paths(self, setting: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first three tokens `(n, 3)` of sampled answers to `PROMPT` and their probabilities."""
+        """First three tokens `(n, 3)` of sampled answers to `PROMPT` and their probabilities."""
         if setting not in self._paths:
             paths, probs = torch.empty(1, 0, dtype=torch.long), torch.ones(1, dtype=torch.double)
             for _ in range(3):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
+from drafts.folders import write_oracle
+from drafts.replay import Reference
 from e2e_cases import (
     CORRUPTION,
     END,
@@ -20,9 +22,6 @@ from e2e_cases import (
 )
 from e2e_prompts import BOOK, CHATS, CODE, COPIES, LANGUAGES, LISTS, LONG
 from serving import Server
-
-from drafts.folders import write_oracle
-from drafts.replay import Reference
 
 NUM_DRAFTS = 4
 POOL = 768
@@ -58,9 +57,7 @@ def test_the_settings_are_on(narrow: Server) -> None:
     assert "4 verified" in narrow.log() and "draft vocabulary 16384" in narrow.log()
 
 
-def test_greedy_answers_when_requests_are_retracted(
-    narrow: Server, cases: dict[str, Case]
-) -> None:
+def test_greedy_answers_when_requests_are_retracted(narrow: Server, cases: dict[str, Case]) -> None:
     texts = (*CHATS[1:4], LISTS[2], *CODE[:2], *COPIES[:2], *LANGUAGES[:2], LANGUAGES[10])
     chosen = [cases[text] for text in texts]
     # With ignore_eos the scheduler would reckon with the whole length.
