@@ -99,13 +99,14 @@ def evaluate(
     }
 
 
-def draw(path: Path, evaluation: dict[str, Any]) -> None:
-    """Acceptance of each slot and the histogram, a line or bar for each temperature."""
+def draw(path: Path, evaluation: dict[str, Any]) -> bool:
+    """Acceptance of each slot and the histogram, a line or bar for each temperature; False
+    without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
         print("no matplotlib: no plot", file=sys.stderr)
-        return
+        return False
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -122,6 +123,7 @@ def draw(path: Path, evaluation: dict[str, Any]) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+    return True
 
 
 def run(options: argparse.Namespace) -> None:
@@ -155,8 +157,9 @@ def run(options: argparse.Namespace) -> None:
         engine.shutdown()
     output = options.output or options.draft
     output.mkdir(parents=True, exist_ok=True)
+    if draw(output / "acceptance.png", evaluation):
+        evaluation["plot"] = "acceptance.png"
     (output / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n")
-    draw(output / "acceptance.png", evaluation)
     if (output / "training.json").exists():
         write_card(output)
     print("\n".join(acceptance_table(evaluation)))

@@ -24,6 +24,13 @@ _RECIPE_WORDS = {
     "data_weight": "weight of the one-jump term",
     "seed": "seed",
 }
+_STAGES_OF = {
+    "labels": ("map", "one-jump"),
+    "one_jump": ("map",),
+    "diagonal": ("map",),
+    "data_weight": ("map",),
+}
+"""Settings that only some stages have."""
 
 
 def write_card(folder: Path) -> None:
@@ -69,6 +76,8 @@ def card(config: dict, record: dict, evaluation: dict | None, drawn: bool) -> st
         lines += ["", "![loss and accept length over the steps](curves.png)"]
     if evaluation:
         lines += ["", "## Acceptance with the server", *acceptance_table(evaluation)]
+        if evaluation.get("plot"):
+            lines += ["", f"![acceptance of each slot, and its histogram]({evaluation['plot']})"]
     return "\n".join(lines) + "\n"
 
 
@@ -87,8 +96,10 @@ def _headline(config: dict, record: dict, evaluation: dict | None) -> str:
 
 def _recipe(run: dict[str, Any]) -> list[str]:
     rows = ["| setting | value |", "|---|---|"]
+    stage = run["recipe"]["stage"]
     for key, words in _RECIPE_WORDS.items():
-        rows.append(f"| {words} | {run['recipe'][key]} |")
+        if stage in _STAGES_OF.get(key, (stage,)):
+            rows.append(f"| {words} | {run['recipe'][key]} |")
     return [*rows, f"| seconds on {run['ranks']} × {run['device']} | {run['seconds']:.0f} |"]
 
 
