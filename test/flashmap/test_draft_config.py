@@ -120,8 +120,8 @@ BAD_FILES: dict[str, tuple[str, str]] = {
         "lacks target_layer_ids.* cannot be guessed; use the config.json of the release",
     ),
     "other-model": (json.dumps(dict(model_type="llama")), "holds a 'llama' model, not a FlashMap"),
-    "no-model-type": (json.dumps(release_keys(model_type=...)), "config.json could not be read"),
-    "unknown-model": (json.dumps(dict(model_type="zzz")), "config.json could not be read"),
+    "no-model-type": (json.dumps(release_keys(model_type=...)), "has no model_type in its config"),
+    "unknown-model": (json.dumps(dict(model_type="zzz")), "holds a 'zzz' model, not a FlashMap"),
     "other-type": (json.dumps(release_keys(dtype="float99")), "config.json could not be read"),
     "truncated": (
         json.dumps(release_keys())[:-9],

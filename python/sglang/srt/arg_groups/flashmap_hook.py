@@ -105,9 +105,11 @@ def _refuse_unsupported(server_args: Any) -> None:
 
 
 def read_draft_config(cfg: Any) -> FlashMapConfig:
-    """The draft's validated config; ``ValueError`` with one sentence otherwise."""
-    from sglang.srt.utils.hf_transformers_utils import get_config
+    """The draft's validated config; ``ValueError`` with one sentence otherwise.
 
+    Read by our class itself: whichever class transformers' registry holds for the model type (the
+    flashmap package puts its own there), and never by code of the draft's folder.
+    """
     path = cfg.speculative_draft_model_path
     if os.path.isabs(path) and not os.path.isdir(path):
         raise ValueError(
@@ -116,12 +118,11 @@ def read_draft_config(cfg: Any) -> FlashMapConfig:
         )
     if os.path.isdir(path):
         _check_config_file(Path(path))
+    revision = cfg.speculative_draft_model_revision
     try:
-        config = get_config(
-            path,
-            trust_remote_code=False,  # a draft folder never executes code
-            revision=cfg.speculative_draft_model_revision,
-        )
+        model_type = FlashMapConfig.get_config_dict(path, revision=revision)[0].get("model_type")
+        if model_type == FlashMapConfig.model_type:
+            return FlashMapConfig.from_pretrained(path, revision=revision)
     except FlashMapConfigError:
         raise
     except Exception as error:
@@ -130,12 +131,11 @@ def read_draft_config(cfg: Any) -> FlashMapConfig:
             f"--speculative-draft-model-path {path}: its config.json could not be read ({reason}); "
             "pass a FlashMap release folder or check the network and the repository id."
         ) from error
-    if not isinstance(config, FlashMapConfig):
-        raise ValueError(
-            f"--speculative-draft-model-path {path} holds a {config.model_type!r} model, not a "
-            "FlashMap draft; pass a FlashMap release, or the --speculative-algorithm of that draft."
-        )
-    return config
+    found = f"holds a {model_type!r} model" if model_type else "has no model_type in its config.json"
+    raise ValueError(
+        f"--speculative-draft-model-path {path} {found}, not a FlashMap draft; pass a FlashMap "
+        "release, or the --speculative-algorithm of that draft."
+    )
 
 
 def _check_config_file(folder: Path) -> None:
