@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fork.errors import ForkError
 from tiny_model import write_tiny_model
 from train.anchors import BatchSource
 from train.features import RememberingReader, TargetReader, load_target, load_tokenizer
-from train.prompts import ChatTemplate, read_prompts
+from train.prompts import OPENINGS, ChatTemplate, read_prompts
 from train.sampling import Request, TransformersSampler
 from train.token_file import TokenFiles
 from training_runs import data_command, train_command
@@ -169,3 +170,39 @@ def test_remembered_states_are_the_targets(target: Path, data: Path) -> None:
         padded = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1])))[:, :width]
         for got, expected in zip(remembering.hidden_states(padded), fresh.hidden_states(padded)):
             torch.testing.assert_close(got, expected)
+
+
+def test_rows_that_ended_are_dropped_and_the_rest_goes_on(target: Path) -> None:
+    model = load_target(target, "cpu")
+    sampler = TransformersSampler(model)
+    prompts = [[65 + i, 70, 90 - i][: 1 + i % 3] for i in range(7)]
+    limits = [2, 40, 3, 2, 1, 25, 2]  # most have ended when the batch is looked at, after 16
+    requests = [Request(ids, 0.0, limit) for ids, limit in zip(prompts, limits)]
+    together = sampler.answer(requests, [], seed=0)
+    assert list(map(len, together)) == limits
+    assert together == [sampler.answer([request], [], seed=0)[0] for request in requests]
+
+
+def test_target_writes_whole_user_turns(target: Path, capsys) -> None:
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = TEMPLATE
+    template = ChatTemplate(tokenizer)
+
+    class Sampler:
+        calls = 0
+
+        def answer(self, requests, stop_ids, seed):
+            self.calls += 1
+            assert template.after[0] in stop_ids
+            # One turn ended by itself, one cut off, one empty.
+            answers = ([66, 67, template.after[0]], [66] * 5, [template.after[0]])
+            return [list(answers[i % 3]) for i in range(len(requests))]
+
+    options = argparse.Namespace(target=target, count=12, batch_size=15, prompt_tokens=5, seed=0)
+    sampler = Sampler()
+    prompts = make_data.write_turns(sampler, tokenizer, options)
+    assert len(prompts) == 12 and sampler.calls == 3
+    end = [66, 67, *template.after]
+    assert all(prompt.ids[-len(end) :] == end for prompt in prompts)
+    assert all(prompt.ids[: len(template.before)] == template.before for prompt in prompts)
+    assert {prompt.domain for prompt in prompts} == set(OPENINGS)
