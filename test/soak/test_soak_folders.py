@@ -92,6 +92,17 @@ def test_hostile_names_stay_on_one_line(models: Models, base: Path, tmp_path: Pa
     assert "unexpected 'a\\n\\x1b[2Jb" in message and len(message) < 500
 
 
+@pytest.mark.parametrize("names, served", [(None, True), ([], False), ("é", False), ([7], False)])
+def test_the_model_class_may_be_left_out(
+    models: Models, base: Path, tmp_path: Path, names: object, served: bool
+) -> None:
+    draft = shutil.copytree(base, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"architectures": names}))
+    message = verdict(models.target, draft)
+    assert not message if served else "architectures must be a list" in message
+
+
 def test_a_config_cannot_choose_other_code(models: Models, base: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(base, tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())

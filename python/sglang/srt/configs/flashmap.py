@@ -65,6 +65,10 @@ def _require_positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def _all_text(values: list) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
 class FlashMapConfig(PretrainedConfig):
     """A FlashMap drafter (keys and defaults of the Qwen3-8B release).
 
@@ -152,6 +156,12 @@ class FlashMapConfig(PretrainedConfig):
                 f"FlashMap draft config: head_dim {head_dim!r} is not hidden_size / "
                 f"num_attention_heads = {self.head_dim}; leave it out."
             )
+        names = kwargs.get("architectures", ["FlashMapDraftModel"])
+        if names is not None and not (isinstance(names, list) and names and _all_text(names)):
+            raise FlashMapConfigError(
+                "FlashMap draft config: architectures must be a list that names the model class, got "
+                f"{names!r}; leave it out."
+            )
         kwargs.setdefault("tie_word_embeddings", False)
         kwargs["max_position_embeddings"] = _UNLIMITED_POSITIONS
         super().__init__(**kwargs)
@@ -160,6 +170,13 @@ class FlashMapConfig(PretrainedConfig):
     def head_dim(self) -> int:
         """Channels per attention head ``D``."""
         return self.hidden_size // self.num_attention_heads
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As a file is read; it may leave out ``architectures``, the class that sglang looks up."""
+        if config_dict.get("architectures") is None:
+            config_dict = {**config_dict, "architectures": ["FlashMapDraftModel"]}
+        return super().from_dict(config_dict, **kwargs)
 
     def grid(self, num_steps: int | None = None) -> list[float]:
         """Jump times ``[0, t_1, …, 1]`` of a draft with ``num_steps`` jumps (default: the config's)."""
