@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,17 +132,50 @@ def test_map_needs_a_flow(target, data, tmp_path, capsys) -> None:
     assert "pass --init, the release of a --stage flow" in capsys.readouterr().err
 
 
-def test_two_ranks_train_one_draft(target, data, unbroken, tmp_path) -> None:
-    folder = tmp_path / "run"
-    command = train_command(target, data, folder, *STEPS, "--steps", 3)
+class _Pair:
+    """A world of two in one process: ranks are threads."""
+
+    def __init__(self) -> None:
+        self.barrier, self.given = threading.Barrier(2), [None, None]
+
+    def member(self, rank: int) -> SimpleNamespace:
+        def average(tensors) -> None:
+            tensors = list(tensors)
+            self.given[rank] = [tensor.clone() for tensor in tensors]
+            self.barrier.wait()
+            for tensor, first, second in zip(tensors, *self.given):
+                tensor.copy_((first + second) / 2)
+            self.barrier.wait()
+
+        return SimpleNamespace(rank=rank, size=2, device="cpu", average=average, any=bool)
+
+
+def test_two_ranks_train_one_draft(target, data, tmp_path) -> None:
+    more = (*STEPS, "--steps", 3)
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [train_draft.__file__, *command],
+        + [train_draft.__file__, *train_command(target, data, tmp_path / "run", *more)],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    run = json.loads((folder / "release/training.json").read_text())["runs"][-1]
+    run = json.loads((tmp_path / "run/release/training.json").read_text())["runs"][-1]
     assert run["ranks"] == 2
-    assert any(not torch.equal(v, weights(unbroken)[k]) for k, v in weights(folder).items())
+
+    pair, trainers = _Pair(), []
+    for rank in range(2):
+        options = train_draft.parse(train_command(target, data, tmp_path / str(rank), *more))
+        trainers.append(train_draft.make_trainer(options, pair.member(rank))[0])
+    threads = [
+        threading.Thread(target=lambda t=trainer: [t.train_step() for _ in range(3)])
+        for trainer in trainers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = (trainer.network.state_dict() for trainer in trainers)
+    for name, value in weights(tmp_path / "run").items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(value, first[name], atol=1e-5, rtol=1e-4)
