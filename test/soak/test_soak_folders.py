@@ -103,6 +103,16 @@ def test_the_model_class_may_be_left_out(
     assert not message if served else "architectures must be a list" in message
 
 
+@pytest.mark.parametrize("value", [0.5, {"hidden_size": 4}, None], ids=repr)
+def test_a_nested_config_is_refused(
+    models: Models, base: Path, tmp_path: Path, value: object
+) -> None:
+    draft = shutil.copytree(base, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"text_config": value}))
+    assert "text_config belongs to models of several parts" in verdict(models.target, draft)
+
+
 def test_a_config_cannot_choose_other_code(models: Models, base: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(base, tmp_path / "draft")
     config = json.loads((draft / "config.json").read_text())

@@ -33,6 +33,8 @@ MAX_BLOCK_SIZE = 64
 _MAX_LAYERS = 1024
 # The draft attends at absolute target positions and has no limit of its own.
 _UNLIMITED_POSITIONS = 1 << 30
+# Where sglang would look for the language model of a model of several parts.
+_NESTED_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # A jump grid's key.
 _STEPS = re.compile("[1-9][0-9]{0,3}")
 # RMSNorm and attention kernels index head channels in powers of two up to this.
@@ -155,6 +157,12 @@ class FlashMapConfig(PretrainedConfig):
             raise FlashMapConfigError(
                 f"FlashMap draft config: head_dim {head_dim!r} is not hidden_size / "
                 f"num_attention_heads = {self.head_dim}; leave it out."
+            )
+        nested = [name for name in _NESTED_CONFIGS if name in kwargs]
+        if nested:
+            raise FlashMapConfigError(
+                f"FlashMap draft config: {nested[0]} belongs to models of several parts, which a draft "
+                "is not; leave it out."
             )
         names = kwargs.get("architectures", ["FlashMapDraftModel"])
         if names is not None and not (isinstance(names, list) and names and _all_text(names)):
