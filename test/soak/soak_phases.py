@@ -19,6 +19,7 @@ from soak_report import Phase
 from soak_servers import Models, resident_bytes, tracebacks, what_is_left
 
 CLIENTS = 24
+MAX_GROWTH = 100 << 20  # bytes of all processes in a phase; warming up takes about 20 MB
 FAULTS = ("abort", "leave", "leave-at-once")
 
 
@@ -39,6 +40,8 @@ def watched(server: Server, name: str, *, idle: bool = True) -> Iterator[Phase]:
     for _ in range(tracebacks(server) - errors):
         phase.count("errors", "a traceback in the server's log")
     phase.growth = resident_bytes(server) - before
+    if phase.growth > MAX_GROWTH:
+        phase.count("leaked", f"{phase.growth / 1e6:.0f} MB of memory")
 
 
 def difference(request: Request, answer: dict[str, Any]) -> str:
