@@ -20,6 +20,12 @@ def validate_flashmap_request(req: "Req") -> Optional[str]:
             f"The prompt holds token id {outside}, but the model's ids go from 0 to "
             f"{req.vocab_size - 1}; send ids of this model's tokenizer."
         )
+    asked = req.logprob.top_logprobs_num if req.return_logprob else 0
+    if req.vocab_size is not None and not 0 <= (asked or 0) <= req.vocab_size:
+        return (
+            f"The request asks for the {asked} likeliest tokens, but there are {req.vocab_size}; ask "
+            "for as many at most."
+        )
     offending = []
     if req.custom_logit_processor:
         offending.append("custom_logit_processor")
