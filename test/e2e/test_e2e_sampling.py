@@ -92,15 +92,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def proposal(target: Target) -> np.ndarray:
     """Log-probabilities `(2, 2, V, V)` of drafts: anchor 1 or 2, slot, anchor token, drafted token.
 
-    Given the anchor they are mostly the target's, partly displaced by one id, partly uniform.
+    Given the anchor they are the target's made sharper, and a tenth uniform: rejected drafts and
+    what replaces them then matter to the outcome. (Resampling from the target instead of the
+    residual is off by 0.15 with these, by 0.01 with displaced copies of the target's.)
     """
     vocab = target.model.config.vocab_size
     paths, probs = (values.numpy() for values in target.paths("temperature"))
     joint = np.zeros((2, 2, vocab, vocab))
     for anchor, slot in ((0, 0), (0, 1), (1, 0)):
         np.add.at(joint[anchor, slot], (paths[:, anchor], paths[:, anchor + 1 + slot]), probs)
-    right = (joint + 1e-9) / (joint + 1e-9).sum(-1, keepdims=True)
-    return np.log(0.6 * right + 0.3 * np.roll(right, 1, axis=-1) + 0.1 / vocab)
+    sharp = (joint / joint.sum(-1, keepdims=True).clip(1e-9)) ** 2
+    total = sharp.sum(-1, keepdims=True)
+    sharp = np.where(total > 0, sharp / total.clip(1e-9), 1 / vocab)
+    return np.log(0.9 * sharp + 0.1 / vocab)
 
 
 DRAFTS = {
@@ -181,7 +185,7 @@ def test_first_tokens_follow_the_target(server: Server, target: Target) -> None:
     accepted = np.mean([a["meta_info"]["spec_num_correct_drafts"] > 0 for a in answers])
     print(f"{accepted:.2f} of the first blocks had a draft accepted")
     if "--speculative-flashmap-num-steps" not in server.command:
-        assert 0.3 < accepted < 0.8, "too few accepts or too few rejects to tell"
+        assert 0.3 < accepted < 0.9, "too few accepts or too few rejects to tell"
 
 
 def test_a_seed_gives_one_answer_alone_and_in_a_batch(server: Server) -> None:
