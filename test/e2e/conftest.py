@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import pytest
+import torch
 from demo_target import demo_target
 from drafts.folders import write_oracle
 from drafts.replay import Reference
@@ -25,6 +26,7 @@ from e2e_cases import (
     prompt_ids,
 )
 from e2e_prompts import BOOK, EVERYDAY, LONG
+from e2e_recorder import Package
 from fork.checkout import here
 from serving import Server
 
@@ -111,3 +113,13 @@ def oracle(
     args = ("--max-total-tokens", 16384, "--decode-log-interval", 8)
     with flashmap_server(smollm, folder, *args) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def package(smollm: Path, untrained: Path, references: list[Reference]) -> Package:
+    from flashmap import FlashMapDraftModel
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32).eval()
+    model = FlashMapDraftModel.from_pretrained(untrained, dtype=torch.float32).eval()
+    return Package(target, model, references)

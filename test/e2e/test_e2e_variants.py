@@ -21,9 +21,12 @@ from e2e_cases import (
     prompt_ids,
 )
 from e2e_prompts import BOOK, CHATS, CODE, COPIES, LANGUAGES, LISTS, LONG
+from e2e_recorder import TOLERANCE, Package, Recorder, difference
+from safetensors.torch import load_file
 from serving import Server
 
 NUM_DRAFTS = 4
+DRAFT_VOCABULARY = 16384
 POOL = 768
 
 
@@ -33,59 +36,89 @@ def narrow(
     untrained: Path,
     references: list[Reference],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Server]:
+) -> Iterator[Recorder]:
     folder = tmp_path_factory.mktemp("drafts") / "narrow"
-    write_oracle(folder, untrained, references, CORRUPTION)
+    recordings = folder / "recordings"
+    write_oracle(
+        folder,
+        untrained,
+        references,
+        CORRUPTION,
+        architecture="RecordingDraftModel",
+        recordings=str(recordings),
+    )
     with flashmap_server(
         smollm, folder,
         "--page-size", 16,
         "--speculative-num-draft-tokens", NUM_DRAFTS + 1,
-        "--speculative-flashmap-draft-vocab-size", 16384,
+        "--speculative-flashmap-draft-vocab-size", DRAFT_VOCABULARY,
         "--speculative-use-block-verification",
         # Admits requests that the pool cannot hold to their ends.
         "--max-total-tokens", POOL,
         "--schedule-conservativeness", 0.1,
     ) as server:  # fmt: skip
-        yield server
+        yield Recorder(server, recordings)
 
 
-def test_the_settings_are_on(narrow: Server) -> None:
-    info = narrow.request("/server_info")
+@pytest.fixture(scope="module")
+def server(narrow: Recorder) -> Server:
+    return narrow.server
+
+
+def test_the_settings_are_on(server: Server) -> None:
+    info = server.request("/server_info")
     assert info["page_size"] == 16
     assert info["speculative_num_draft_tokens"] == NUM_DRAFTS + 1
     assert info["speculative_use_block_verification"] is True
-    assert "4 verified" in narrow.log() and "draft vocabulary 16384" in narrow.log()
+    assert "4 verified" in server.log() and f"draft vocabulary {DRAFT_VOCABULARY}" in server.log()
 
 
-def test_greedy_answers_when_requests_are_retracted(narrow: Server, cases: dict[str, Case]) -> None:
+def test_requests_that_the_pool_cannot_hold(
+    narrow: Recorder,
+    package: Package,
+    untrained: Path,
+    references: list[Reference],
+    cases: dict[str, Case],
+) -> None:
     texts = (*CHATS[1:4], LISTS[2], *CODE[:2], *COPIES[:2], *LANGUAGES[:2], LANGUAGES[10])
     chosen = [cases[text] for text in texts]
     # With ignore_eos the scheduler would reckon with the whole length.
-    answers = narrow.generate([case.prompt for case in chosen], max_new_tokens=64)
+    answers, drafts = narrow.ask([case.prompt for case in chosen], max_new_tokens=64)
     for case, answer in zip(chosen, answers):
         assert answer["output_ids"] == case.until(END)[:64], case.text
         assert 1 < answer["meta_info"]["spec_accept_length"] <= NUM_DRAFTS + 1
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
-    assert_pool_is_free(narrow)
+    assert_pool_is_free(narrow.server)
+    # The drafts saw the right context, also after a retracted request came back.
+    ids = load_file(untrained / "draft_vocab.safetensors")["ids"][:DRAFT_VOCABULARY].sort().values
+    asked = [references.index(case.reference) for case in chosen]
+    for draft in drafts[::3]:
+        # Which request came back is not always known at once.
+        possible = [
+            package.logits(draft, index)[:, ids]
+            for index in asked
+            if references[index].tokens[draft["position"] :][:1] == (draft["anchor"],)
+        ]
+        assert min(difference(draft["logits"], wanted) for wanted in possible) < TOLERANCE
 
 
-def test_cached_prompt(narrow: Server, cases: dict[str, Case]) -> None:
+def test_cached_prompt(server: Server, cases: dict[str, Case]) -> None:
     case = cases[LONG]
-    flush_cache(narrow)
+    flush_cache(server)
     for cached in (0, (len(case.prompt) - 1) // 16 * 16):
-        answer = narrow.generate(case.prompt, max_new_tokens=24, ignore_eos=True)
+        answer = server.generate(case.prompt, max_new_tokens=24, ignore_eos=True)
         assert answer["meta_info"]["cached_tokens"] == cached
         assert answer["output_ids"] == case.completion[:24]
 
 
-def test_sampled_grammars_mixed_with_free_text(narrow: Server, tokenizer: Any) -> None:
+def test_sampled_grammars_mixed_with_free_text(server: Server, tokenizer: Any) -> None:
     names = [*GRAMMARS, "free"] * 2
     params = [
         dict(temperature=0.7, top_p=0.95, max_new_tokens=80, **GRAMMARS.get(name, {}))
         for name in names
     ]
     prompt = prompt_ids(tokenizer, BOOK)
-    answers = narrow.request(
+    answers = server.request(
         "/generate", dict(input_ids=[prompt] * len(names), sampling_params=params)
     )
     for name, answer in zip(names, answers):
