@@ -155,7 +155,9 @@ def noise_bound(probs: np.ndarray, samples: int) -> float:
 
 
 def test_first_tokens_follow_the_target(server: Server, target: Target) -> None:
-    names = list(SETTINGS) * SAMPLES
+    untrained = "--speculative-flashmap-num-steps" in server.command
+    samples = SAMPLES // 4 if untrained else SAMPLES  # it is rejected nearly always
+    names = list(SETTINGS) * samples
     answers = server.request(
         "/generate",
         dict(
@@ -177,14 +179,14 @@ def test_first_tokens_follow_the_target(server: Server, target: Target) -> None:
             radix = vocab ** np.arange(len(columns))
             exact = np.bincount(paths[:, columns] @ radix, probs, minlength=vocab ** len(columns))
             counts = np.bincount(found[:, columns] @ radix, minlength=vocab ** len(columns))
-            distance, bound = total_variation(counts, exact), noise_bound(exact, SAMPLES)
+            distance, bound = total_variation(counts, exact), noise_bound(exact, samples)
             print(f"{name}, tokens {columns}: total variation {distance:.4f}, bound {bound:.4f}")
             if distance > bound:
                 failures.append((name, columns, distance, bound))
     assert not failures
     accepted = np.mean([a["meta_info"]["spec_num_correct_drafts"] > 0 for a in answers])
     print(f"{accepted:.2f} of the first blocks had a draft accepted")
-    if "--speculative-flashmap-num-steps" not in server.command:
+    if not untrained:
         assert 0.3 < accepted < 0.9, "too few accepts or too few rejects to tell"
 
 
