@@ -123,7 +123,7 @@ def test_inactive_rows_write_nothing_and_change_nothing() -> None:
     torch.testing.assert_close(after[:, :, mine], written[:, :, mine], rtol=1e-5, atol=1e-5)
     after[:, :, mine] = written[:, :, mine]
     assert torch.equal(after, written)
-    real = DraftBlock(block.tokens[:2], block.logits[:2], from_graph=False)
+    real = DraftBlock(block.tokens[:2], block.logits[:2])
     assert equal_blocks(real, alone, [0, 1])
     assert block.logits.isfinite().all()
 

@@ -48,7 +48,7 @@ def make_step(info: SimpleNamespace | None, size: int, restricted: bool = False)
     )
     tokens = torch.randint(VOCAB, (size, BLOCK)) // 2 * 2
     columns = len(IDS) if restricted else VOCAB
-    block = DraftBlock(tokens, 2 * torch.randn(size, BLOCK, columns), from_graph=False)
+    block = DraftBlock(tokens, 2 * torch.randn(size, BLOCK, columns))
     logits = 2 * torch.randn(size * WIDTH, VOCAB)
     logits[torch.arange(size) * WIDTH, tokens[:, 0]] += 6  # so that some drafts are kept
     return batch, block, tokens[:, : WIDTH - 1], logits

@@ -397,6 +397,7 @@ class FlashMapDraftModel(nn.Module):
         """
         assert not target_hidden_is_projected
         assert (commit_lens is None) == (cache_loc_2d is None)
+        key_buffers, value_buffers = pool_buffers(pool, self.config.num_hidden_layers)
         total = target_hidden.shape[0]
         # A commit is at most one verify batch; only prefills are long enough to need chunks.
         chunk = total if commit_lens is not None else _CONTEXT_CHUNK
@@ -408,8 +409,8 @@ class FlashMapDraftModel(nn.Module):
                 entry,
                 positions=positions[part],
                 slots=cache_loc[part],
-                key_buffers=pool_buffers(pool, self.config.num_hidden_layers)[0],
-                value_buffers=pool_buffers(pool, self.config.num_hidden_layers)[1],
+                key_buffers=key_buffers,
+                value_buffers=value_buffers,
                 commit_lens=commit_lens,
             )
 

@@ -7,19 +7,16 @@ device and the head dimension.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.kernels.ops.speculative.flashmap.cross_attention import paged_cross_attention
 
+if TYPE_CHECKING:
+    from sglang.srt.models.flashmap import DraftContext
+
 _FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
-
-
-class _Context(Protocol):
-    req_to_token: torch.Tensor
-    req_pool_indices: torch.Tensor
-    lens: torch.Tensor
 
 
 class ContextAttention:
@@ -32,7 +29,7 @@ class ContextAttention:
         query: torch.Tensor,
         key_buffer: torch.Tensor,
         value_buffer: torch.Tensor,
-        context: _Context,
+        context: "DraftContext",
     ) -> torch.Tensor:
         return paged_cross_attention(
             query,
@@ -53,7 +50,7 @@ class FlashAttention3(ContextAttention):
         from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache
 
         self._attend = flash_attn_with_kvcache
-        self._tables: tuple[_Context, torch.Tensor] | None = None
+        self._tables: tuple["DraftContext", torch.Tensor] | None = None
 
     def __call__(self, query, key_buffer, value_buffer, context) -> torch.Tensor:
         # One gather of the page table serves all layers and jumps of a draft.

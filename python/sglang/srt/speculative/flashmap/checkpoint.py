@@ -8,7 +8,9 @@ Only safetensors files are read: a draft folder never executes code.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Iterator
 
 import torch
 
@@ -127,10 +129,22 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more tensors"
 
 
-def check_folder(folder: Path, config: FlashMapConfig, *, draft_vocab_size: int) -> None:
-    """Check the tensor names and shapes of a local release folder from its file headers."""
+@contextmanager
+def _headers(path: Path) -> Iterator[Any]:
+    """The open safetensors file at ``path``, or ``FlashMapCheckpointError`` if it is none."""
     from safetensors import SafetensorError, safe_open
 
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise FlashMapCheckpointError(
+            f"The FlashMap draft file {path} cannot be read as safetensors ({error}); fetch it again."
+        ) from error
+
+
+def check_folder(folder: Path, config: FlashMapConfig, *, draft_vocab_size: int) -> None:
+    """Check the tensor names and shapes of a local release folder from its file headers."""
     found: dict[str, tuple[int, ...]] = {}
     weights = sorted(p for p in folder.glob("*.safetensors") if p.name != DRAFT_VOCAB_FILE)
     if not weights:
@@ -139,43 +153,30 @@ def check_folder(folder: Path, config: FlashMapConfig, *, draft_vocab_size: int)
             "release (other weight formats are not read)."
         )
     for path in weights:
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                for name in file.keys():
-                    header = file.get_slice(name)
-                    found[name] = tuple(header.get_shape())
-                    check_dtype(name, header.get_dtype(), source=str(path))
-        except (SafetensorError, OSError) as error:
-            raise FlashMapCheckpointError(
-                f"The FlashMap draft file {path} cannot be read as safetensors ({error}); fetch it "
-                "again."
-            ) from error
+        with _headers(path) as file:
+            for name in file.keys():
+                header = file.get_slice(name)
+                found[name] = tuple(header.get_shape())
+                check_dtype(name, header.get_dtype(), source=str(path))
     check_names_and_shapes(found, config, source=str(folder))
     if draft_vocab_size:
         _check_draft_vocab(folder / DRAFT_VOCAB_FILE, config)
 
 
 def _check_draft_vocab(path: Path, config: FlashMapConfig) -> None:
-    from safetensors import SafetensorError, safe_open
-
     if not path.exists():
         raise FlashMapCheckpointError(
             f"The FlashMap draft has no {DRAFT_VOCAB_FILE}, which ranks the tokens of a restricted "
             "draft vocabulary; pass --speculative-flashmap-draft-vocab-size 0 to draft over the "
             "whole vocabulary."
         )
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            if "ids" not in file.keys():
-                raise FlashMapCheckpointError(
-                    f"The FlashMap draft file {path} has no tensor ids; use the file of the release."
-                )
-            ids = file.get_slice("ids")
-            shape, dtype = tuple(ids.get_shape()), ids.get_dtype()
-    except (SafetensorError, OSError) as error:
-        raise FlashMapCheckpointError(
-            f"The FlashMap draft file {path} cannot be read as safetensors ({error}); fetch it again."
-        ) from error
+    with _headers(path) as file:
+        if "ids" not in file.keys():
+            raise FlashMapCheckpointError(
+                f"The FlashMap draft file {path} has no tensor ids; use the file of the release."
+            )
+        ids = file.get_slice("ids")
+        shape, dtype = tuple(ids.get_shape()), ids.get_dtype()
     if shape != (config.vocab_size,):
         raise FlashMapCheckpointError(
             f"The FlashMap draft file {path}: ids has shape {shape}, but it must rank all "

@@ -67,7 +67,6 @@ class DraftBlock:
     """Token ids ``(B, K)`` int64."""
     logits: torch.Tensor
     """``(B, K, Vd)`` in the draft's dtype."""
-    from_graph: bool
 
 
 class Drafter:
@@ -105,7 +104,7 @@ class Drafter:
             static.active[size:].zero_()
         graph, block = self._graphs[captured]
         graph.replay()
-        return DraftBlock(block.tokens[:size], block.logits[:size], from_graph=True)
+        return DraftBlock(block.tokens[:size], block.logits[:size])
 
     def _draft(self, inputs: DraftInputs, out: torch.Tensor | None = None) -> DraftBlock:
         model, slots = self.model, self.serve.block_size
@@ -140,9 +139,7 @@ class Drafter:
             Stream.DRAFT_TOKEN.value,
         )
         size = rows.shape[0]
-        return DraftBlock(
-            tokens.view(size, slots), logits.view(size, slots, -1), from_graph=False
-        )
+        return DraftBlock(tokens.view(size, slots), logits.view(size, slots, -1))
 
     def replay(self, size: int) -> None:
         """Replay the graph of ``size`` requests on the inputs of the last draft (for benchmarks)."""

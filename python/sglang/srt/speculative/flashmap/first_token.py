@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.flashmap.target_probs import filter_probs
+from sglang.srt.speculative.flashmap.target_probs import filter_probs, greedy_rows
 from sglang.srt.speculative.flashmap.verify import draw_target
 
 
@@ -32,5 +32,4 @@ class FirstTokenSampler(Sampler):
             seeds=sampling_info.sampling_seed,
             anchors=positions.to(torch.int64),
         )
-        greedy = sampling_info.top_ks.view(-1) <= 1
-        return torch.where(greedy, probs.argmax(dim=-1), tokens).to(torch.int32), None
+        return torch.where(greedy_rows(sampling_info), probs.argmax(dim=-1), tokens).to(torch.int32), None

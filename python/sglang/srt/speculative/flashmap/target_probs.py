@@ -12,6 +12,16 @@ from __future__ import annotations
 import torch
 
 
+def greedy_rows(sampling_info) -> torch.Tensor:
+    """Which requests take the argmax, ``(B,)`` bool: upstream makes temperature 0 a top-k of 1."""
+    return sampling_info.top_ks.view(-1) <= 1
+
+
+def row_temperatures(sampling_info) -> torch.Tensor:
+    """Temperatures to divide by, ``(B,)`` float32, above 0 for greedy requests too."""
+    return sampling_info.temperatures.view(-1).float().clamp_min(1e-5)
+
+
 def filter_mask(
     probs: torch.Tensor,
     *,
@@ -72,6 +82,6 @@ def target_probs(logits: torch.Tensor, sampling_info, width: int) -> torch.Tenso
         sampling_info: the batch's ``SamplingBatchInfo``.
         width: rows per request.
     """
-    temperatures = sampling_info.temperatures.view(-1).repeat_interleave(width).clamp_min(1e-5)
+    temperatures = row_temperatures(sampling_info).repeat_interleave(width)
     probs = torch.softmax(logits.float() / temperatures[:, None], dim=-1)
     return filter_probs(probs, sampling_info, width).view(-1, width, probs.shape[-1])

@@ -51,7 +51,11 @@ from sglang.srt.speculative.flashmap.penalties import (
     penalize_block,
     penalize_resumed,
 )
-from sglang.srt.speculative.flashmap.target_probs import target_probs
+from sglang.srt.speculative.flashmap.target_probs import (
+    greedy_rows,
+    row_temperatures,
+    target_probs,
+)
 from sglang.srt.speculative.flashmap.verify import (
     Accepted,
     accept_greedy,
@@ -422,9 +426,7 @@ class FlashMapWorker(BaseSpecWorker):
         if info is None or info.is_all_greedy:
             temperatures = torch.zeros(size, dtype=torch.float32, device=bonus.device)
         else:
-            temperatures = torch.where(
-                info.top_ks.view(-1) <= 1, 0.0, info.temperatures.view(-1).float().clamp_min(1e-5)
-            )
+            temperatures = torch.where(greedy_rows(info), 0.0, row_temperatures(info))
         return DraftInputs(
             anchors=bonus,
             seq_lens=batch.seq_lens.to(torch.int64),
@@ -448,14 +450,13 @@ class FlashMapWorker(BaseSpecWorker):
         info = batch.sampling_info
         if info is None or info.is_all_greedy:
             return greedy
-        temperatures = info.temperatures.view(-1).float().clamp_min(1e-5)
         sampled = accept_rejection(
             drafts,
             target_probs(logits, info, width),
             propose(
                 block.logits[:, : self.serve.num_drafts],
                 drafts,
-                temperatures=temperatures,
+                temperatures=row_temperatures(info),
                 ids=self.draft_model.draft_ids,
                 column_of=self.draft_model.draft_columns,
             ),
@@ -465,7 +466,7 @@ class FlashMapWorker(BaseSpecWorker):
         )
         if not info.is_any_greedy:
             return sampled
-        return merge_accepted(greedy, sampled, info.top_ks.view(-1) <= 1)
+        return merge_accepted(greedy, sampled, greedy_rows(info))
 
     def _simulate(self, target_tokens: torch.Tensor) -> Accepted:
         """SGLANG_SIMULATE_ACC_LEN: benchmarks set the accept length, whatever was drafted."""

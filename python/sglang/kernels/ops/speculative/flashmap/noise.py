@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.kernels.ops.speculative.flashmap.philox import philox_torch
+from sglang.kernels.ops.speculative.flashmap.philox import philox_torch, philox_words
 from sglang.srt.utils.custom_op import register_custom_op
 
 _BLOCK_QUADS = 256
@@ -68,10 +68,7 @@ def _noise_kernel(
     quad = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(seeds_ptr + row)
     offset = tl.load(offsets_ptr + row)
-    zero = quad * 0
-    offset_low = zero + (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    offset_high = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    b0, b1, b2, b3 = tl.philox(seed, quad, zero + stream, offset_low, offset_high)
+    b0, b1, b2, b3 = philox_words(seed, offset, quad, stream)
     v0, v1, v2, v3 = _unit(b0), _unit(b1), _unit(b2), _unit(b3)
     if GAUSSIAN:
         two_pi: tl.constexpr = 6.283185307179586

@@ -10,10 +10,12 @@ the same numbers alone or in any batch, in the kernel or in the reference. The d
 - counter word 1: the stream, which keeps users of one seed apart (``SAMPLER_STREAM``);
 - counter words 2 and 3: the offset (which step and slot the draw is for), low word first.
 
-The Triton kernels call ``tl.philox`` with the same words.
+``philox_words`` is the layout inside a Triton kernel, ``philox_torch`` its reference.
 """
 
 import torch
+import triton
+import triton.language as tl
 
 SAMPLER_STREAM = 1
 
@@ -48,3 +50,12 @@ def philox_torch(
         c1, c3 = product1, product0
         k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
     return torch.stack((c0, c1 & _WORD, c2, c3 & _WORD), dim=-1)
+
+
+@triton.jit
+def philox_words(seed, offset, quads, stream):
+    """Four int32 words for each of int32 ``quads``; ``seed`` and ``offset`` int64 scalars."""
+    zero = quads * 0
+    offset_low = zero + (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+    offset_high = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+    return tl.philox(seed, quads, zero + stream, offset_low, offset_high)

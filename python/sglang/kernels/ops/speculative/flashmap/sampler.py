@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import sm_count
-from sglang.kernels.ops.speculative.flashmap.philox import SAMPLER_STREAM, philox_torch
+from sglang.kernels.ops.speculative.flashmap.philox import SAMPLER_STREAM, philox_torch, philox_words
 from sglang.srt.utils.custom_op import register_custom_op
 
 _BLOCK = 2048
@@ -70,10 +70,7 @@ def sample_draft_torch(
 def _gumbel_noise(seed, offset, first, stream, SERIES_BELOW: tl.constexpr, BLOCK: tl.constexpr):
     """The noise of columns ``first .. first + BLOCK``; both are multiples of 4."""
     quad = first // 4 + tl.arange(0, BLOCK // 4)
-    zero = quad * 0
-    offset_low = zero + (offset & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    offset_high = zero + ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    w0, w1, w2, w3 = tl.philox(seed, quad, zero + stream, offset_low, offset_high)
+    w0, w1, w2, w3 = philox_words(seed, offset, quad, stream)
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK,))
     v = tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
     series = v * (1 + v * (0.5 + v * (1 / 3)))
