@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,6 +81,8 @@ class Trainer:
         self._autocast = torch.device(world.device).type == "cuda"
         self.step, self.curves, self.seconds = 0, Curves(), 0.0
         self._last_saved_step = 0
+        self._reading = ThreadPoolExecutor(1, "batches")
+        self._next: tuple[int, Future[Batch]] | None = None
         self._resume()
 
     def _resume(self) -> None:
@@ -158,8 +161,7 @@ class Trainer:
     def train_step(self) -> float:
         """One step; its loss."""
         world = self.world
-        batch = self.source.train_batch(self.step, world.rank, world.size)
-        example = make_example(self.reader, batch)
+        example = make_example(self.reader, self._batch())
         draws = Draws(self.recipe.seed, self.step, world.rank)
         for group in self._optimiser.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step)
@@ -182,6 +184,18 @@ class Trainer:
         self.average.update(self.network, self.step)
         self.step += 1
         return value
+
+    def _batch(self) -> Batch:
+        """This step's, read while the last one was computed."""
+        if self._next is None or self._next[0] != self.step:
+            self._next = self._read(self.step)
+        batch = self._next[1].result()
+        self._next = self._read(self.step + 1)
+        return batch
+
+    def _read(self, step: int) -> tuple[int, Future[Batch]]:
+        world = self.world
+        return step, self._reading.submit(self.source.train_batch, step, world.rank, world.size)
 
     def validate(self, most: int = 8) -> Acceptance:
         """Acceptance of the moving average on held-out text, greedy text where there is any."""
