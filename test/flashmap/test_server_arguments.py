@@ -14,6 +14,8 @@ from release_folder import VOCAB_FILE, WEIGHTS, edit, write_release, write_targe
 from sglang.srt.arg_groups import flashmap_hook
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs.flashmap import FlashMapConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.utils import get_model_architecture
 from sglang.srt.server_args import prepare_server_args
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 
@@ -61,6 +63,8 @@ def test_defaults(resolve: Callable) -> None:
     assert view.speculative_flashmap_num_steps is view.speculative_flashmap_draft_vocab_size is None
     assert view.attention_backend == "torch_native"
     assert view.disable_overlap_schedule
+    # Upstream's algorithms lower it to 48, which looks like a slow server under load.
+    assert view.max_running_requests is None
 
 
 @pytest.mark.parametrize("name", ["FLASHMAP", "flashmap", "FlashMap"])
@@ -88,6 +92,8 @@ ACCEPTED = {
         "--quantization fp8",
         dict(quantization="fp8", speculative_draft_model_quantization=None),
     ),
+    # A draft is safetensors, however the target is stored.
+    "pickled-target": ("--load-format pt", dict(speculative_draft_load_format="safetensors")),
     "unquantized-draft": ("--speculative-draft-model-quantization unquant", {}),
 }
 
@@ -109,6 +115,7 @@ UNSUPPORTED = [
     "--enable-unified-memory",
     "--enable-two-batch-overlap",
     "--enable-pdmux",
+    "--model-impl transformers",
     "--enable-mixed-chunk",
     "--speculative-adaptive",
     "--speculative-token-map map.pt",
@@ -142,6 +149,10 @@ def test_all_unsupported_flags_are_named_at_once(resolve: Callable) -> None:
 
 REFUSED = {
     "accept-threshold": ("--speculative-accept-threshold-acc 0.9", "would make the output lossy"),
+    "pickled-draft": (
+        "--speculative-draft-load-format pt",
+        "from safetensors files only: leave out --speculative-draft-load-format pt",
+    ),
     "num-steps": ("--speculative-num-steps 3", "leave out --speculative-num-steps 3"),
     "topk": ("--speculative-eagle-topk 4", "leave out --speculative-eagle-topk 4"),
     "width-1": (
@@ -229,6 +240,10 @@ CONFIGS = {
     "grid": (dict(jump_grids={"1": [0, 2]}), r"jump_grids\['1'\] must rise"),
     "no-layer-ids": (dict(target_layer_ids=...), "lacks target_layer_ids"),
     "other-vocabulary": (dict(vocab_size=124), "vocab_size 124 .* the served target has 60"),
+    "other-class": (
+        dict(architectures=["Custom"]),
+        r"names the architectures \['Custom'\], but a FlashMap draft is a FlashMapDraftModel",
+    ),
     "more-layers": (dict(num_hidden_layers=3), "lacks layers.2"),
     "wider": (dict(intermediate_size=97), r"mlp.fc1.* has shape \(96.*asks for \(97"),
 }
@@ -341,10 +356,25 @@ def test_a_repository_that_cannot_be_reached(resolve: Callable) -> None:
         resolve(draft="someone/draft")
 
 
-def test_the_drafts_code_is_never_run(resolve: Callable, tmp_path: Path) -> None:
-    """Even where the target's may."""
+AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor")
+
+
+@pytest.mark.parametrize("flags", ["", "--trust-remote-code"], ids=["plain", "target-trusted"])
+@pytest.mark.parametrize("architecture", ["FlashMapDraftModel", "Custom"])
+def test_the_drafts_code_is_never_run(
+    resolve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, architecture: str
+) -> None:
+    """Up to the class that upstream's loader takes, also where the user brings models."""
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "drafts")
     planted = tmp_path / "ran"
-    draft = write_release(tmp_path / "draft", auto_map={"AutoConfig": "configuration.Config"})
-    (draft / "configuration.py").write_text(f"open({str(planted)!r}, 'w')")
-    resolve("--trust-remote-code", draft=draft)
+    auto_map = {name: "custom.Custom" for name in AUTO_CLASSES}
+    draft = write_release(tmp_path / "draft", auto_map=auto_map, architectures=[architecture])
+    (draft / "custom.py").write_text(f"open({str(planted)!r}, 'w')")
+    view = resolve(flags, draft=draft)
+    read = ModelConfig.from_server_args(view, model_path=str(draft), is_draft_model=True)
+    if architecture == "Custom":
+        with pytest.raises(ValueError, match="'Custom' is not a registered model"):
+            get_model_architecture(read)
+    else:
+        assert get_model_architecture(read)[1] == architecture
     assert not planted.exists()

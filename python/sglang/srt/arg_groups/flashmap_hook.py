@@ -20,11 +20,14 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
 )
 from sglang.srt.configs.flashmap import FlashMapConfig, FlashMapConfigError
+from sglang.srt.environ import envs
 from sglang.srt.speculative.flashmap.checkpoint import check_folder
 from sglang.srt.speculative.flashmap.config import resolve_draft_vocab_size
 
 # Backends that verify a chain of drafts, by device.
 VERIFY_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
+# Of a draft: these read safetensors files, and nothing else of its folder.
+DRAFT_LOAD_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "dummy")
 
 
 def handle_flashmap(server_args: Any) -> None:
@@ -32,16 +35,19 @@ def handle_flashmap(server_args: Any) -> None:
     cfg = resolving_view(server_args)
     _refuse_unsupported(server_args)
     config = read_draft_config(cfg)
+    _check_architecture(cfg, config)
     _check_target(server_args, config)
     width = _resolve_verify_width(cfg, config)
     config.grid(cfg.speculative_flashmap_num_steps)
-    _check_folder(cfg, config)
+    load_format = _resolve_load_format(cfg)
+    _check_folder(cfg, config, load_format)
     declare_resolution(
         server_args,
         "handle_flashmap",
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=width,
+        speculative_draft_load_format=load_format,
         # Unless asked for, the target's --quantization has become the draft's.
         speculative_draft_model_quantization=None,
     )
@@ -73,6 +79,7 @@ def _refuse_unsupported(server_args: Any) -> None:
         "--enable-unified-memory": bool(cfg.enable_unified_memory),
         "--enable-two-batch-overlap": bool(cfg.enable_two_batch_overlap),
         "--enable-pdmux": bool(cfg.enable_pdmux),
+        "--model-impl transformers": cfg.model_impl == "transformers",
         "--enable-mixed-chunk": bool(cfg.enable_mixed_chunk),
         "--speculative-adaptive": bool(server_args.speculative_adaptive),
         "--speculative-token-map": cfg.speculative_token_map is not None,
@@ -191,14 +198,36 @@ def _resolve_verify_width(cfg: Any, config: FlashMapConfig) -> int:
     return int(asked)
 
 
-def _check_folder(cfg: Any, config: FlashMapConfig) -> None:
+def _check_architecture(cfg: Any, config: FlashMapConfig) -> None:
+    """Refuse a draft that names another model class than ours, unless the user brings models."""
+    if config.architectures != ["FlashMapDraftModel"] and not envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
+        raise ValueError(
+            f"--speculative-draft-model-path {cfg.speculative_draft_model_path}: its config.json names "
+            f"the architectures {config.architectures}, but a FlashMap draft is a FlashMapDraftModel; "
+            "use the config.json of the release."
+        )
+
+
+def _resolve_load_format(cfg: Any) -> str:
+    """How the draft is loaded, which the target's ``--load-format`` does not decide."""
+    asked = cfg.speculative_draft_load_format
+    if asked in (None, "auto"):
+        return "dummy" if asked is None and cfg.load_format == "dummy" else "safetensors"
+    if asked not in DRAFT_LOAD_FORMATS:
+        raise ValueError(
+            f"FLASHMAP reads drafts from safetensors files only: leave out "
+            f"--speculative-draft-load-format {asked}."
+        )
+    return asked
+
+
+def _check_folder(cfg: Any, config: FlashMapConfig, load_format: str) -> None:
     size = cfg.speculative_flashmap_draft_vocab_size
     if size is not None and not 0 <= size <= config.vocab_size:
         raise ValueError(
             f"--speculative-flashmap-draft-vocab-size {size} must be from 0 (the whole vocabulary) "
             f"to {config.vocab_size}."
         )
-    load_format = cfg.speculative_draft_load_format or cfg.load_format
     if load_format == "dummy":
         return
     folder = Path(cfg.speculative_draft_model_path)

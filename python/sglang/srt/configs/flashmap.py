@@ -181,9 +181,14 @@ class FlashMapConfig(PretrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As a file is read; it may leave out ``architectures``, the class that sglang looks up."""
+        """As a file is read; it may leave out ``architectures``, the class that sglang looks up.
+
+        ``auto_map`` is dropped: sglang imports what it names, whatever the user trusts, when it knows
+        no model class for ``architectures``.
+        """
+        config_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
         if config_dict.get("architectures") is None:
-            config_dict = {**config_dict, "architectures": ["FlashMapDraftModel"]}
+            config_dict["architectures"] = ["FlashMapDraftModel"]
         return super().from_dict(config_dict, **kwargs)
 
     def grid(self, num_steps: int | None = None) -> list[float]:
