@@ -34,6 +34,8 @@ from sglang.kernels.ops.speculative.flashmap.norm import (
 )
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table, rope_table_torch
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft, sample_draft_torch
+from sglang.kernels.ops.speculative.flashmap.tree import plan_tree, plan_tree_torch
+from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree, walk_tree_torch
 
 # The draft of Qwen3-8B.
 LAYERS, DIM, HEADS, HEAD_DIM, SLOTS, VOCAB = 6, 2048, 16, 128, 16, 32768
@@ -146,6 +148,30 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
             size(logits),
             lambda args=args_sample: sample_draft(*args),
             lambda args=args_sample: sample_draft_torch(*args),
+            reference_is_capturable=False,
+        )
+
+    anchors = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    chain = torch.zeros(batch, dtype=torch.bool, device="cuda")
+    # Nine drafts in ten are token 0, so that candidates share prefixes.
+    drafts = torch.randint(10, (batch, candidates, SLOTS), device="cuda") // 9
+    for width in (VERIFY_WIDTH, 65):
+        args_plan = (anchors, drafts, width, chain)
+        plan = plan_tree(*args_plan)
+        yield Row(
+            f"plan_tree W={width}",
+            size(anchors, drafts, chain, *plan.tensors()),
+            lambda args=args_plan: plan_tree(*args),
+            lambda args=args_plan: plan_tree_torch(*args),
+        )
+        # The target follows the likeliest path.
+        links = plan.tokens, plan.first_child, plan.next_sibling
+        args_walk = (*links, torch.zeros_like(plan.tokens), SLOTS + 1)
+        yield Row(
+            f"walk_tree W={width}",
+            size(*args_walk[:4]),
+            lambda args=args_walk: walk_tree(*args),
+            lambda args=args_walk: walk_tree_torch(*args),
             reference_is_capturable=False,
         )
 

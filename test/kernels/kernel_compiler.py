@@ -20,6 +20,8 @@ from sglang.kernels.ops.speculative.flashmap import (
     norm,
     rope,
     sampler,
+    tree,
+    tree_walk,
 )
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -82,6 +84,11 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
     ids = torch.zeros(5000, dtype=torch.int64)
     for splits in (1, 2):
         sampler.sample_draft_triton(logits, ids, torch.zeros(ROWS), longs, longs, splits=splits)
+    for candidates, slots, width in ((1, 1, 2), (8, 16, 17), (64, 32, 129)):
+        blocks = torch.zeros(ROWS, candidates, slots, dtype=torch.int64)
+        plan = tree.TreePlan.empty(ROWS, width, blocks.device)
+        tree.plan_tree_triton(longs, blocks, longs > 0, plan.tensors())
+    tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from sglang.kernels.ops.speculative.flashmap import (
     norm,
     rope,
     sampler,
+    tree,
+    tree_walk,
 )
 from sglang.kernels.registry import registry
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,7 +22,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 10
+    assert len(OPS) == 12
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -56,6 +58,12 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                 block_attention.block_self_attention(
                     qkv, head_weight, head_weight, table, 1e-6, heads
                 ),
+                *tree.plan_tree(
+                    longs,
+                    new(rows, 3, 4, dtype=torch.int64),
+                    9,
+                    new(rows, dtype=torch.bool),
+                ).tensors(),
             ]
             if device == "cuda":
                 # Their references read lengths and temperatures on the host.
@@ -74,11 +82,14 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     sampler.sample_draft(x, None, new(rows, dtype=torch.float32), longs, longs)
                 )
                 assert outputs[-1].shape == (rows,) and outputs[-1].dtype == torch.int64
+                path, num_correct = tree_walk.walk_tree(*(new(rows, 9, dtype=torch.int64),) * 4, 5)
+                assert path.shape == (rows, 5) and path.dtype == torch.int32
+                assert num_correct.shape == (rows,) and num_correct.dtype == torch.int64
                 kv = new(rows, layers, 2, kv_heads, head_dim)
                 weights = new(layers, head_dim)
                 assert (
                     context_kv.write_context_kv(kv, weights, table, longs, pool, pool, 1e-6) is None
                 )
             assert all(out.device.type == device for out in outputs)
-            results[device] = [(out.shape, out.dtype) for out in outputs[:8]]
+            results[device] = [(out.shape, out.dtype) for out in outputs[:17]]
     assert results["cuda"] == results["cpu"]

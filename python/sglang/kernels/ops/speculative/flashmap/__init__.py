@@ -24,6 +24,8 @@ _OPS = (
     ("noise", "uniform_noise"),
     ("noise", "gaussian_noise"),
     ("sampler", "sample_draft"),
+    ("tree", "plan_tree"),
+    ("tree_walk", "walk_tree"),
 )
 for _module, _name in _OPS:
     for _backend, _capabilities in (

@@ -1,0 +1,160 @@
+"""Walks a verify tree along the tokens that the target chose.
+
+After verification the target has chosen a token behind every node. The walk starts at the root and
+goes on to the child whose token is the one chosen, until no child has it. Siblings have distinct
+tokens, so there is at most one way. Along the path the chosen tokens are the output: those that a
+child met are the accepted drafts, the last one is the target's own.
+
+One program walks one request. A step needs the result of the one before, and a node is looked at
+once at most, so the time is that of as many dependent loads, of rows that stay in the L1 cache;
+``32 W`` bytes are read at most.
+"""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import torch
+import triton
+import triton.language as tl
+from sglang.srt.utils.custom_op import register_custom_op
+
+
+def walk_tree_torch(
+    tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
+    chosen: torch.Tensor,
+    depth: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Reference of :func:`walk_tree`."""
+
+    def at(values: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
+        return values.gather(1, node.clamp_min(0))
+
+    # follow (B, W): the child to go on to; all nodes pass over their wrong children in parallel.
+    follow = first_child
+    while (wrong := (follow >= 0) & (at(tokens, follow) != chosen)).any():
+        follow = torch.where(wrong, at(next_sibling, follow), follow)
+    node = torch.zeros_like(tokens[:, :1])
+    path = [node]
+    for _ in range(depth - 1):
+        node = torch.where(node >= 0, at(follow, node), -1)
+        path.append(node)
+    path = torch.cat(path, dim=1)
+    return path.int(), (path > 0).sum(dim=1)
+
+
+@triton.jit
+def _walk_tree_kernel(
+    tokens_ptr,
+    first_child_ptr,
+    next_sibling_ptr,
+    chosen_ptr,
+    path_ptr,
+    num_correct_ptr,
+    width,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    tokens_ptr += request * width
+    first_child_ptr += request * width
+    next_sibling_ptr += request * width
+    chosen_ptr += request * width
+    position = tl.arange(0, BLOCK)
+    path = tl.where(position == 0, 0, -1)
+    num_correct = tl.full((), 0, tl.int64)
+    chosen = tl.load(chosen_ptr)
+    child = tl.load(first_child_ptr)
+    while (child >= 0) & (num_correct < DEPTH - 1):
+        token = tl.load(tokens_ptr + child)
+        sibling = tl.load(next_sibling_ptr + child)
+        if token == chosen:
+            num_correct += 1
+            path = tl.where(position == num_correct, child.to(tl.int32), path)
+            chosen = tl.load(chosen_ptr + child)
+            child = tl.load(first_child_ptr + child)
+        else:
+            child = sibling
+    tl.store(path_ptr + request * DEPTH + position, path, mask=position < DEPTH)
+    tl.store(num_correct_ptr + request, num_correct)
+
+
+def walk_tree_triton(
+    tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
+    chosen: torch.Tensor,
+    depth: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Launcher of :func:`walk_tree`."""
+    batch, width = tokens.shape
+    for x in (tokens, first_child, next_sibling, chosen):
+        assert x.shape == (batch, width) and x.dtype == torch.int64 and x.is_contiguous()
+    path, num_correct = _fake_walk_tree(tokens, first_child, next_sibling, chosen, depth)
+    if batch:
+        _walk_tree_kernel[(batch,)](
+            tokens,
+            first_child,
+            next_sibling,
+            chosen,
+            path,
+            num_correct,
+            width,
+            DEPTH=depth,
+            BLOCK=triton.next_power_of_2(depth),
+            num_warps=1,
+        )
+    return path, num_correct
+
+
+def _fake_walk_tree(
+    tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
+    chosen: torch.Tensor,
+    depth: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    batch, device = tokens.shape[0], tokens.device
+    path = torch.empty((batch, depth), dtype=torch.int32, device=device)
+    return path, torch.empty((batch,), dtype=torch.int64, device=device)
+
+
+_walk_tree_op = register_custom_op(
+    walk_tree_triton,
+    op_name="flashmap_walk_tree",
+    mutates_args=[],
+    fake_impl=_fake_walk_tree,
+)
+
+
+def walk_tree(
+    tokens: torch.Tensor,
+    first_child: torch.Tensor,
+    next_sibling: torch.Tensor,
+    chosen: torch.Tensor,
+    depth: int,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The path from each root along ``chosen``; no step waits for the device.
+
+    Args:
+        tokens, first_child, next_sibling: ``(B, W)`` int64 of a
+            :class:`~sglang.kernels.ops.speculative.flashmap.tree.TreePlan`.
+        chosen: ``(B, W)`` int64, the target's token after each node; padding's is not read.
+        depth: most nodes on a path, the root included: ``K + 1`` for trees of ``K`` drafts.
+
+    Returns:
+        ``path (B, depth)`` int32, node indices from the root on, -1 after the end; and
+        ``num_correct (B,)`` int64, the accepted drafts: the nodes of the path but for the root.
+    """
+    implementation = _walk_tree_op if tokens.is_cuda else walk_tree_torch
+    return implementation(tokens, first_child, next_sibling, chosen, depth)
+
+
+def path_tokens(path: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Committed tokens ``(B, depth)`` int64 along ``path``: accepted drafts, then the target's own.
+
+    ``path`` and ``chosen`` are those of :func:`walk_tree`; 0 after the end of a path.
+    """
+    return chosen.gather(1, path.clamp_min(0).long()) * (path >= 0)
