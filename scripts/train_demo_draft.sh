@@ -17,7 +17,7 @@ mkdir -p "$RUN"
 sizes="--hidden-size 384 --layers 3 --cond-dim 64 --block-size 8"
 common="--target $TARGET --target-name smollm2-135m-instruct --batch-size ${BATCH:-64} --anchors 32
     --max-length 512 --seconds $seconds --release-early --validate-every 500 ${MORE:-}"
-data=$(ls -d "$RUN"/data.* 2>/dev/null || true)
+data=$(ls -d "$RUN"/data.*/ 2>/dev/null || true)
 
 case $what in
 data)

@@ -94,8 +94,11 @@ def make_trainer(options: argparse.Namespace, world: World) -> tuple[Trainer, To
     flow = None
     if recipe.stage == "map":
         flow = make_network(options, model.config).to(world.device).requires_grad_(False)
-    make_reader = RememberingReader if options.remember else TargetReader
-    reader = make_reader(model, network.config.target_layer_ids)
+    layers = network.config.target_layer_ids
+    if options.remember:
+        reader: TargetReader = RememberingReader(model, layers, files, recipe.max_length)
+    else:
+        reader = TargetReader(model, layers)
     source = BatchSource(
         files,
         batch_size=recipe.batch_size,
@@ -213,7 +216,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=0, help="save and stop after this long (0: no limit)")
     add("--release-early", action="store_true", help="write release/ also when stopped")
     add("--release-dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    add("--remember", action="store_true", help="keep the target's states in memory (little data)")
+    add("--remember", action="store_true", help="read the target once and keep its states in memory")
     add("--compile", action="store_true", help="torch.compile the network")
     add("--device", help="cuda or cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the target")

@@ -27,15 +27,17 @@ _HELD_OUT = 25
 @dataclass(frozen=True)
 class Batch:
     """`tokens (B, S)` padded with 0, `anchors (B, A)`, and the blocks after them:
-    `labels (B, A, K)` with -1 where the conversation has ended. int64."""
+    `labels (B, A, K)` with -1 where the conversation has ended; `conversations (B,)`, their numbers
+    in the data. int64."""
 
     tokens: torch.Tensor
     anchors: torch.Tensor
     labels: torch.Tensor
+    conversations: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        move = {"device": device, "non_blocking": True}
-        return Batch(self.tokens.to(**move), self.anchors.to(**move), self.labels.to(**move))
+        fields = (self.tokens, self.anchors, self.labels, self.conversations)
+        return Batch(*(field.to(device, non_blocking=True) for field in fields))
 
 
 class BatchSource:
@@ -123,7 +125,7 @@ class BatchSource:
             slots = anchors[row][:, None] + 1 + np.arange(self._block_size)
             inside = slots < end
             labels[row][inside] = sequence.tokens[slots[inside]]
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(anchors), torch.from_numpy(labels))
+        return Batch(*map(torch.from_numpy, (tokens, anchors, labels, indices.astype(np.int64))))
 
 
 def _spread(random: np.random.Generator, first: int, last: int, count: int) -> np.ndarray:

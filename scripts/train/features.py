@@ -11,15 +11,22 @@ every layer but the last: the reason that a draft cannot read the last.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from fork.errors import ForkError
 from torch import nn
 
+from train.anchors import Batch
 from train.noise import noise_factor
+from train.token_file import TokenFiles
+
+_TOKENS_AT_ONCE = 1 << 14
+"""Read of the target in one forward, when all its states are remembered."""
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -75,6 +82,10 @@ class TargetReader:
     def device(self) -> torch.device:
         return self.embedding.device
 
+    def read(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden_states` of a batch's conversations."""
+        return self.hidden_states(batch.tokens)
+
     @torch.no_grad()
     def hidden_states(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of `tokens (B, S)`: the draft's context `(B, S, layers · H)`, and the states
@@ -86,24 +97,54 @@ class TargetReader:
 
 
 class RememberingReader(TargetReader):
-    """Keeps every conversation's states in memory: for little data on a slow machine.
+    """Reads the target once: the states of all data stay in the device's memory.
 
-    A token costs (layers + 1) · H numbers.
+    A token costs `(layers + 1) · H` numbers; a step then spends nothing on the target but its head.
     """
 
-    def __init__(self, model: Any, layer_ids: list[int]) -> None:
+    def __init__(
+        self, model: Any, layer_ids: list[int], files: TokenFiles, max_length: int
+    ) -> None:
+        """Raises ForkError when the states do not fit the device's memory."""
         super().__init__(model, layer_ids)
-        self._known: dict[bytes, tuple[torch.Tensor, torch.Tensor]] = {}
+        lengths = np.minimum(files.lengths(), max_length)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        total, width, dtype = int(starts[-1]), self.embedding.shape[1], self.embedding.dtype
+        _check_memory(total * (len(layer_ids) + 1) * width * dtype.itemsize, self.device)
+        self._context = torch.empty(total, len(layer_ids) * width, dtype=dtype, device=self.device)
+        self._final = torch.empty(total, width, dtype=dtype, device=self.device)
+        self._starts = torch.from_numpy(starts).to(self.device)
+        order, first = np.argsort(lengths, kind="stable"), 0
+        while first < len(order):
+            last = first + max(1, _TOKENS_AT_ONCE // int(lengths[order[first]]))
+            self._fill(files, order[first:last], lengths)
+            first = last
 
-    def hidden_states(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [self._row(row, tokens.shape[1]) for row in tokens]
-        return torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows])
+    def _fill(self, files: TokenFiles, indices: np.ndarray, lengths: np.ndarray) -> None:
+        tokens = np.zeros((len(indices), int(lengths[indices].max())), np.int64)
+        for row, index in enumerate(indices):
+            tokens[row, : lengths[index]] = files[int(index)].tokens[: lengths[index]]
+        context, final = self.hidden_states(torch.from_numpy(tokens).to(self.device))
+        for row, index in enumerate(indices):
+            start, length = int(self._starts[index]), int(lengths[index])
+            self._context[start : start + length] = context[row, :length]
+            self._final[start : start + length] = final[row, :length]
 
-    def _row(self, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # One conversation comes padded to several widths; what padding adds is never read.
-        key = tokens.cpu().numpy().tobytes().rstrip(b"\0")
-        known = self._known.get(key)
-        if known is None or known[0].shape[0] < width:
-            context, final = super().hidden_states(tokens[None])
-            known = self._known[key] = context[0], final[0]
-        return known[0][:width], known[1][:width]
+    def read(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        starts, ends = self._starts[batch.conversations], self._starts[batch.conversations + 1]
+        steps = torch.arange(batch.tokens.shape[1], device=self.device)
+        # Beyond a conversation's end its last state stands; no block reads there.
+        places = torch.minimum(starts[:, None] + steps, ends[:, None] - 1)
+        return self._context[places], self._final[places]
+
+
+def _check_memory(size: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > 0.9 * free:
+        raise ForkError(
+            f"--remember needs {size / 1e9:.1f} GB for the target's states and {free / 1e9:.1f} GB "
+            "are free: leave it out, or train on less data."
+        )

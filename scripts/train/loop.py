@@ -38,7 +38,7 @@ from train.recipe import Recipe
 def make_example(reader: TargetReader, batch: Batch) -> Example:
     """`batch` with the target's features, on the target's device."""
     batch = batch.to(reader.device)
-    hidden, final = reader.hidden_states(batch.tokens)
+    hidden, final = reader.read(batch)
     embedded = reader.embedding[batch.tokens.gather(1, batch.anchors)]
     return Example(Blocks(hidden, batch.anchors, embedded), batch.labels, final)
 

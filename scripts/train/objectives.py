@@ -51,7 +51,7 @@ from train.features import TargetReader
 from train.network import Blocks
 from train.noise import noise_embedding, noised, read_state, uniform_posterior
 from train.times import time_at
-from train.vocabulary_loss import chunk_rows, cross_entropy, logits_of
+from train.vocabulary_loss import Heads, Tokens, chunk_rows, cross_entropy, logits_of
 
 _LET_IN = 0.3
 """Part of stage 2 over which long jumps are let in."""
@@ -115,14 +115,13 @@ class OneJump(_Common):
 
     def _target(self, example: Example):  # noqa: ANN202
         if not self._soft:
-            labels = example.labels.clamp_min(0).flatten()
-            return lambda part: labels[part]
+            return Tokens(example.labels.clamp_min(0).flatten())
         slots = torch.arange(example.labels.shape[-1], device=example.labels.device)
         places = example.blocks.anchors[..., None] + slots
         places = places.clamp_max(example.final_hidden.shape[1] - 1).flatten(1)
         rows = torch.arange(len(places), device=places.device)[:, None]
         known = example.final_hidden[rows, places].flatten(0, 1)
-        return lambda part: logits_of(known[part], self.reader.lm_head).softmax(-1)
+        return Heads(known)
 
 
 class _NoisedBlocks:
@@ -187,12 +186,11 @@ class Flow(_Common):
         times = times.to(labels.device)
         posterior, linear = _NoisedBlocks(self.reader, labels, times, draws).read()
         hidden = network(posterior, linear, times, times, example.blocks)
-        tokens = labels.clamp_min(0).flatten()
         return cross_entropy(
             hidden.flatten(0, 2),
             self._weights(labels),
             self.reader.lm_head,
-            lambda part: tokens[part],
+            Tokens(labels.clamp_min(0).flatten()),
         )
 
 
@@ -251,13 +249,7 @@ class Map(_Common):
             )
             second = self._teacher(*states.read_after_jump(first, u), u, t, blocks).float()
             share = first_jump_share(s, u, t)[..., None].expand(labels.shape).flatten()
-            first, second = first.flatten(0, 2), second.flatten(0, 2)
-
-        def teacher(part: slice) -> torch.Tensor:
-            mixed = logits_of(first[part], head).softmax(-1) * share[part, None]
-            return mixed.addcmul_(
-                logits_of(second[part], head).softmax(-1), 1.0 - share[part, None]
-            )
+            teacher = Heads(first.flatten(0, 2), second.flatten(0, 2), share)
 
         hidden = network(*terms, s, t, blocks).flatten(0, 2)
         loss = cross_entropy(hidden, self._weights(labels), head, teacher)

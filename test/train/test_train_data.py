@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import train_draft
 from fork.errors import ForkError
 from tiny_model import write_tiny_model
+from train import features
 from train.anchors import BatchSource
 from train.features import RememberingReader, TargetReader, load_target, load_tokenizer
 from train.prompts import OPENINGS, ChatTemplate, read_prompts
@@ -162,14 +164,28 @@ def test_anchors_are_where_a_server_drafts(data: Path) -> None:
     assert not torch.equal(again.tokens, source.train_batch(3).tokens)
 
 
-def test_remembered_states_are_the_targets(target: Path, data: Path) -> None:
-    model = load_target(target, "cpu")
-    fresh, remembering = TargetReader(model, [0]), RememberingReader(model, [0])
-    tokens = torch.from_numpy(TokenFiles([data])[4].tokens)[None]
-    for width in (40, 70, 50, 70):
-        padded = torch.nn.functional.pad(tokens, (0, max(0, width - tokens.shape[1])))[:, :width]
-        for got, expected in zip(remembering.hidden_states(padded), fresh.hidden_states(padded)):
-            torch.testing.assert_close(got, expected)
+def test_remembered_states_are_the_targets(
+    target: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "_TOKENS_AT_ONCE", 100)  # several forwards
+    model, files, most = load_target(target, "cpu"), TokenFiles([data, data]), 30
+    fresh = TargetReader(model, [0])
+    remembering = RememberingReader(model, [0], files, most)
+    sizes = {"batch_size": 7, "anchors": 3, "block_size": 4, "max_length": most, "seed": 0}
+    source = BatchSource(files, **sizes)
+    for step in range(3):
+        batch = source.train_batch(step)
+        ends = [min(len(files[int(i)].tokens), most) for i in batch.conversations]
+        for got, expected in zip(remembering.read(batch), fresh.read(batch)):
+            assert got.shape == expected.shape
+            for row, end in enumerate(ends):
+                torch.testing.assert_close(got[row, :end], expected[row, :end])
+
+
+def test_remembering_more_than_fits_is_refused(target, data, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: 1)
+    with pytest.raises(ForkError, match="--remember needs .* GB"):
+        RememberingReader(load_target(target, "cpu"), [0], TokenFiles([data]), 30)
 
 
 def test_rows_that_ended_are_dropped_and_the_rest_goes_on(target: Path) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +16,7 @@ from train.network import Blocks
 from train.noise import noise_embedding, noise_factor, noised, read_state
 from train.objectives import Example, Map, first_jump_share
 from train.times import clock, jump_grids
+from train.vocabulary_loss import Heads, Tokens
 from training_runs import curves
 
 # The grids in the config of the published drafts, V = 151936.
@@ -50,20 +56,74 @@ def test_noise_embedding_has_the_covariance_of_noise_times_embedding(rank: int) 
     assert float((drawn.T @ drawn / 40000 - gram).norm() / gram.norm()) < 0.05
 
 
-@pytest.mark.parametrize("soft", [False, True], ids=["tokens", "distributions"])
-def test_loss_and_gradient_equal_autograd(soft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+TARGETS = ["tokens", "head", "mixed-heads"]
+
+
+def targets(kind: str, rows: int, head: nn.Linear) -> tuple[Tokens | Heads, torch.Tensor]:
+    """A target of `rows` rows and its distributions `(rows, V)`."""
+    if kind == "tokens":
+        ids = torch.randint(head.out_features, (rows,))
+        return Tokens(ids), nn.functional.one_hot(ids, head.out_features).float()
+    first, second, share = (*torch.randn(2, rows, head.in_features), torch.rand(rows))
+    wanted = head(first).softmax(-1)
+    if kind == "head":
+        return Heads(first), wanted
+    mixed = share[:, None] * wanted + (1 - share[:, None]) * head(second).softmax(-1)
+    return Heads(first, second, share), mixed
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_loss_and_gradient_equal_autograd(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(vocabulary_loss, "_CHUNK_NUMBERS", 4 * 23)  # chunks of 4 of 10 rows
     head = nn.Linear(6, 23).requires_grad_(False)
     hidden, weights = torch.randn(10, 6, requires_grad=True), torch.rand(10)
-    wanted = torch.randn(10, 23).softmax(-1) if soft else torch.randint(23, (10,))
-    loss = vocabulary_loss.cross_entropy(hidden, weights, head, lambda part: wanted[part])
+    target, wanted = targets(kind, 10, head)
+    loss = vocabulary_loss.cross_entropy(hidden, weights, head, target)
     (3 * loss).backward()
     twin = hidden.detach().clone().requires_grad_()
     expected = (weights * nn.functional.cross_entropy(head(twin), wanted, reduction="none")).sum()
     (3 * expected).backward()
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(hidden.grad, twin.grad)
+
+
+_KERNEL = """
+import torch
+from train import softmax_gradient
+softmax_gradient._BLOCK = 16  # several blocks a row, the last not full
+given = torch.load({path!r})
+logits, weights = given.pop("logits"), given.pop("weights")
+loss = softmax_gradient.softmax_gradient(logits, weights, 8.0, **given)
+torch.save((loss, logits), {path!r} + ".got")
+"""
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_kernel_gives_the_loss_and_leaves_the_gradient(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    vocab, rows = 53, 5
+    head = nn.Linear(6, vocab).requires_grad_(False)
+    target, wanted = targets(kind, rows, head)
+    logits, weights = 3 * torch.randn(rows, vocab), torch.rand(rows)
+    given = {"logits": logits.clone(), "weights": weights}
+    if kind == "tokens":
+        given["ids"] = target.ids
+    else:
+        given["first"] = head(target.first)
+        if target.second is not None:
+            given |= {"second": head(target.second), "share": target.share}
+    torch.save(given, tmp_path / "given")
+    code = _KERNEL.format(path=str(tmp_path / "given"))
+    scripts = str(Path(vocabulary_loss.__file__).parents[1])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": scripts}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    twin = logits.double().requires_grad_()
+    expected = weights * nn.functional.cross_entropy(twin, wanted.double(), reduction="none")
+    (8.0 * expected).sum().backward()
+    loss, gradient = torch.load(tmp_path / "given.got")
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient.double(), twin.grad, atol=1e-5, rtol=1e-5)
 
 
 def test_first_jump_share_composes_jumps() -> None:
