@@ -16,7 +16,7 @@ what=$1 seconds=$2
 mkdir -p "$RUN"
 sizes="--hidden-size 384 --layers 3 --cond-dim 64 --block-size 8"
 common="--target $TARGET --target-name smollm2-135m-instruct --batch-size ${BATCH:-64} --anchors 32
-    --max-length 512 --seconds $seconds --release-early --validate-every 500 ${MORE:-}"
+    --max-length 512 --remember --seconds $seconds --release-early --validate-every 500 ${MORE:-}"
 data=$(ls -d "$RUN"/data.*/ 2>/dev/null || true)
 
 case $what in

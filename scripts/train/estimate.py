@@ -1,8 +1,9 @@
-"""`--dry-run`: what a run will need, from its sizes and three real steps."""
+"""`--dry-run`: what a run will need, from its sizes and some real steps."""
 
 from __future__ import annotations
 
 import resource
+import statistics
 import time
 
 import torch
@@ -12,8 +13,13 @@ from train.network import parameter_count
 from train.vocabulary_loss import chunk_rows
 
 
+_STEPS = 8
+_WARM = 3
+"""The first steps compile kernels and fill caches."""
+
+
 def estimate(trainer: Trainer) -> str:
-    """Takes three steps of `trainer` (nothing is saved); a table of memory and time."""
+    """Takes steps of `trainer` (nothing is saved); a table of memory and time."""
     recipe, config, source = trainer.recipe, trainer.network.config, trainer.source
     count = parameter_count(config)
     networks = 3 if recipe.stage == "map" else 2
@@ -23,10 +29,11 @@ def estimate(trainer: Trainer) -> str:
     target = sum(p.numel() * p.element_size() for p in trainer.reader.parameters())
     cuda = torch.device(trainer.world.device).type == "cuda"
     times = []
-    for _ in range(3):
+    for _ in range(_STEPS):
         started = time.monotonic()
         trainer.train_step()
         times.append(time.monotonic() - started)
+    second = statistics.median(times[_WARM:])
     if cuda:
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -36,11 +43,11 @@ def estimate(trainer: Trainer) -> str:
         ("target", f"{target / 1e6:.0f} MB"),
         ("weights, gradients, Adam, average", f"{(4 * networks + 12) * count / 1e6:.0f} MB"),
         ("logits in memory at a time", f"{chunk / 1e6:.0f} MB, up to 4 of them"),
-        ("peak measured over 3 steps", f"{peak / 1e6:.0f} MB of {'GPU' if cuda else 'process'}"),
+        ("peak measured", f"{peak / 1e6:.0f} MB of {'GPU' if cuda else 'process'}"),
         ("checkpoint", f"{16 * count / 1e6:.0f} MB"),
         ("data", f"{source.tokens / 1e6:.2f}M tokens, {source.batches_per_epoch} batches an epoch"),
-        ("a step", f"{min(times):.3f} s, {slots} slots on each of {trainer.world.size} ranks"),
-        ("all steps", f"{recipe.steps} · {min(times):.3f} s = {recipe.steps * min(times):.0f} s"),
+        ("a step", f"{second:.3f} s, {slots} slots on each of {trainer.world.size} ranks"),
+        ("all steps", f"{recipe.steps} · {second:.3f} s = {recipe.steps * second:.0f} s"),
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
