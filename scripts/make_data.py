@@ -117,7 +117,7 @@ def make_data(options: argparse.Namespace) -> None:
     elif not ChatTemplate(tokenizer).known:
         ChatTemplate(tokenizer).opening("")
     use_engine = options.sampler == "engine" or (options.sampler == "auto" and engine_available())
-    target_config, name = None, options.target.resolve().name
+    target_config, name = None, options.target_name or options.target.resolve().name
     if use_engine:
         from transformers import AutoConfig
 
@@ -149,6 +149,7 @@ def make_data(options: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="the target's folder")
+    parser.add_argument("--target-name", help="its name in the data and the card (the folder's)")
     parser.add_argument("--output", type=Path, required=True, help="the data folder")
     words = "JSONL or text files of prompts (none: the target writes them itself)"
     parser.add_argument("--prompts", type=Path, nargs="+", help=words)

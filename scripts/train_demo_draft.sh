@@ -14,16 +14,17 @@ PYTHON=${PYTHON:-python}
 TARGET=${TARGET:-$("$PYTHON" scripts/demo_target.py --dtype bfloat16)}
 what=$1 seconds=$2
 mkdir -p "$RUN"
+name=smollm2-135m-instruct
 sizes="--hidden-size 384 --layers 3 --cond-dim 64 --block-size 8"
-common="--target $TARGET --target-name smollm2-135m-instruct --batch-size ${BATCH:-64} --anchors 32
+common="--target $TARGET --target-name $name --batch-size ${BATCH:-64} --anchors 32
     --max-length 512 --remember --seconds $seconds --release-early --validate-every 500 ${MORE:-}"
 data=$(ls -d "$RUN"/data.*/ 2>/dev/null || true)
 
 case $what in
 data)
     for seed in ${SEEDS:-1 2 3}; do
-        "$PYTHON" scripts/make_data.py --target "$TARGET" --output "$RUN/data.$seed" --seed "$seed" \
-            --sampler transformers --count "${COUNT:-14000}" --batch-size 2048 --prompt-tokens 96 \
+        "$PYTHON" scripts/make_data.py --target "$TARGET" --target-name "$name" --output "$RUN/data.$seed" --seed "$seed" \
+            --sampler transformers --count "${COUNT:-12000}" --batch-size 2048 --prompt-tokens 96 \
             --max-new-tokens 256 --max-length 512 --seconds "$seconds" 2>"$RUN/data.$seed.log" &
     done
     wait
@@ -31,15 +32,15 @@ data)
     ;;
 base)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/base" --stage one-jump \
-        --labels target --lr 2e-3 --steps "${BASE_STEPS:-14000}"
+        --labels target --lr 2e-3 --steps "${BASE_STEPS:-3700}"
     ;;
 flow)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/flow" --stage flow \
-        --lr 2e-3 --steps "${FLOW_STEPS:-6000}"
+        --lr 2e-3 --steps "${FLOW_STEPS:-3500}"
     ;;
 map)
     "$PYTHON" scripts/train_draft.py $common --data $data --output "$RUN/map" --stage map \
-        --init "$RUN/flow/release" --data-weight 0.5 --labels target --lr 1e-3 --steps "${MAP_STEPS:-3000}"
+        --init "$RUN/flow/release" --data-weight 0.5 --labels target --lr 1e-3 --steps "${MAP_STEPS:-1300}"
     ;;
 *)
     echo "error: $what is none of data, base, flow, map." >&2
