@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
+from sglang.kernels.ops.speculative.flashmap import launch, skinny_linear
 from sglang.srt.configs.flashmap import FlashMapConfig
 from sglang.srt.models.flashmap import FlashMapDraftModel
-from sglang.srt.speculative.flashmap.attention import select_context_attention
+from sglang.srt.speculative.flashmap.attention import ContextAttention, select_context_attention
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.drafter import Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.noise import SeedTable
@@ -81,8 +82,6 @@ def build(options: argparse.Namespace) -> tuple[Drafter, FlashMapDraftModel, Dra
         "cuda", head_dim=config.head_dim, pool_dtype=torch.bfloat16
     )
     if options.attention == "triton":
-        from sglang.srt.speculative.flashmap.attention import ContextAttention
-
         attention = ContextAttention()
     model.attach_target(
         embedding=embedding,
@@ -132,8 +131,15 @@ def main() -> None:
     parser.add_argument("--draft-vocab-size", type=int, default=32768)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--attention", choices=("auto", "triton"), default="auto")
+    parser.add_argument("--linear", choices=("skinny", "library"), default="skinny")
+    parser.add_argument("--no-dependent-launch", action="store_true")
     parser.add_argument("--profile", help="write a torch profiler table of one draft here")
     options = parser.parse_args()
+    # What a server decides by the device, so that each can be measured without the other.
+    if options.linear == "library":
+        skinny_linear.MAX_ROWS = 0
+    if options.no_dependent_launch:
+        launch.dependent_launch = lambda device: False
     drafter, model, inputs = build(options)
     config, bandwidth = model.config, copy_bandwidth()
     weights = weight_bytes(model)

@@ -34,6 +34,11 @@ from sglang.kernels.ops.speculative.flashmap.norm import (
 )
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table, rope_table_torch
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft, sample_draft_torch
+from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
+    MAX_ROWS,
+    skinny_linear,
+    skinny_linear_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree, plan_tree_torch
 from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree, walk_tree_torch
 
@@ -89,6 +94,15 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
         size(qkv, x, table),
         lambda: block_self_attention(*args_self),
         lambda: block_self_attention_torch(*args_self),
+    )
+    few = x[:MAX_ROWS]
+    up, bias = torch.randn(4 * DIM, DIM, **options) / DIM**0.5, torch.randn(4 * DIM, **options)
+    wide = torch.empty(few.shape[0], 4 * DIM, **options)
+    yield Row(
+        "skinny_linear gelu",
+        size(few, up, wide),
+        lambda: skinny_linear(few, up, bias, activation="gelu", out=wide),
+        lambda: skinny_linear_torch(few, up, bias, None, None, "gelu", wide),
     )
     heads = x.view(tokens, HEADS, HEAD_DIM)
     yield Row(

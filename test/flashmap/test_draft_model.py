@@ -380,4 +380,4 @@ def test_cpu_context_attention_is_the_portable_one(head_dim: int, dtype: torch.d
     from sglang.srt.speculative.flashmap.attention import select_context_attention
 
     chosen = select_context_attention("cpu", head_dim=head_dim, pool_dtype=dtype)
-    assert type(chosen) is ContextAttention
+    assert type(chosen) is ContextAttention and chosen.name == "torch"

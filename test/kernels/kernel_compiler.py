@@ -20,9 +20,11 @@ from sglang.kernels.ops.speculative.flashmap import (
     norm,
     rope,
     sampler,
+    skinny_linear,
     tree,
     tree_walk,
 )
+from sglang.kernels.ops.speculative.flashmap import launch as launching
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -77,8 +79,9 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         for queries, splits in shapes:
             q = torch.zeros(ROWS, queries, HEADS, HEAD_DIM, dtype=dtype)
             table = torch.zeros(ROWS, 64, dtype=torch.int32)
+            q_rope = rope.rope_table_triton(longs.repeat(queries), HEAD_DIM, 10_000.0)
             cross_attention.paged_cross_attention_triton(
-                q, pool, pool, table, longs, longs, splits=splits
+                q, pool, pool, table, longs, longs, None, head_weight, q_rope, 1e-6, splits=splits
             )
     logits = torch.zeros(ROWS, 5000, dtype=dtype)
     ids = torch.zeros(5000, dtype=torch.int64)
@@ -89,10 +92,18 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         plan = tree.TreePlan.empty(ROWS, width, blocks.device)
         tree.plan_tree_triton(longs, blocks, longs > 0, plan.tensors())
     tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
+    out = torch.zeros(ROWS, DIM, dtype=dtype)
+    for weight_dtype in pool_dtypes:
+        square, scale = torch.zeros(DIM, DIM).to(weight_dtype), torch.zeros(DIM)
+        for tiles in ([16, 128, 1, 4, 4, 3], [64, 64, 2, 1, 4, 3]):
+            skinny_linear.skinny_linear_triton(
+                x, square, weight, scale, scale[:ROWS], "gelu", out, tiles
+            )
 
 
 if __name__ == "__main__":
     arch, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
     driver.set_active(Target(arch))
     JITFunction.__getitem__ = compile_only
+    launching.dependent_launch = lambda device: arch >= 90
     launch_everything(dtype, [dtype, *([torch.float8_e4m3fn] if arch >= 89 else [])])

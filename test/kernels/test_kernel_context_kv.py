@@ -76,6 +76,16 @@ def test_write(
             assert kernel[layer].float().any(-1).any(-1).sum() == len(written)
 
 
+def test_an_empty_batch_writes_nothing(launch_and_args: Callable) -> None:
+    kv, rope = torch.zeros(0, LAYERS, 2, 1, 64), torch.zeros(0, 32, 2)
+    none = torch.zeros(0, dtype=torch.int32)
+    pools = [new_pool(1, 64, torch.float32) for _ in range(2)]
+    args = (kv, torch.ones(LAYERS, 64), rope, none.long(), *pools, EPS, none)
+    write_context_kv_torch(*args)
+    launch_and_args("context_kv.write_context_kv", *args)
+    assert all(torch.equal(a, b) for a, b in zip(pools[0], new_pool(1, 64, torch.float32)))
+
+
 def test_unsupported_pool_dtype_names_the_flag(launch: Callable) -> None:
     pools = [new_pool(1, 64, torch.float8_e5m2) for _ in range(2)]
     kv, rope = torch.zeros(1, LAYERS, 2, 1, 64), torch.zeros(1, 32, 2)

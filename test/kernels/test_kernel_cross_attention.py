@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from sglang.kernels.ops.speculative.flashmap.cross_attention import paged_cross_attention
+from sglang.kernels.ops.speculative.flashmap.norm import rms_norm_rope
+from sglang.kernels.ops.speculative.flashmap.rope import rope_table
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DTYPE_IDS = ["fp32", "bf16", "fp16"]
@@ -71,6 +73,23 @@ def test_shapes(
     expected = exact_attention(*args)
     assert_near(paged_cross_attention(*args), expected)
     assert_near(launch("cross_attention.paged_cross_attention", *args, splits=splits), expected)
+
+
+@pytest.mark.parametrize("splits", [1, 3], ids=["one-pass", "split"])
+@pytest.mark.parametrize("kv_heads, head_dim", [(2, 64), (1, 96)], ids=["D64", "gqa2-D96"])
+def test_normed_and_rotated_on_the_way(
+    kv_heads: int, head_dim: int, splits: int, launch: Callable
+) -> None:
+    """The same as norm, rotation and attention one after another."""
+    q, *context = make_args(torch.bfloat16, 5, 2, kv_heads, head_dim)
+    weight = torch.rand(head_dim)
+    rope = rope_table(torch.randint(500, (q.shape[0] * q.shape[1],)), head_dim, 10_000.0)
+    rotated = rms_norm_rope(q.flatten(0, 1), weight, rope, 1e-5).view(q.shape)
+    expected = exact_attention(rotated, *context)
+    norm = (None, weight, rope, 1e-5)
+    assert_near(paged_cross_attention(q, *context, *norm), expected)
+    actual = launch("cross_attention.paged_cross_attention", q, *context, *norm, splits=splits)
+    assert_near(actual, expected)
 
 
 def test_split_count_follows_the_shapes_and_not_the_lengths(launch: Callable) -> None:

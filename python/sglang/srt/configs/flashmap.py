@@ -164,6 +164,12 @@ class FlashMapConfig(PretrainedConfig):
                 f"FlashMap draft config: {nested[0]} belongs to models of several parts, which a draft "
                 "is not; leave it out."
             )
+        methods = sorted(name for name in kwargs if callable(getattr(type(self), name, None)))
+        if methods:
+            raise FlashMapConfigError(
+                f"FlashMap draft config: {methods[0]} is no key of a draft but a function of its config "
+                "class; leave it out."
+            )
         names = kwargs.get("architectures", ["FlashMapDraftModel"])
         if names is not None and not (isinstance(names, list) and names and _all_text(names)):
             raise FlashMapConfigError(

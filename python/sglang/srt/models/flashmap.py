@@ -26,16 +26,15 @@ from typing import Iterable, Optional
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from sglang.kernels.ops.speculative.flashmap.adaln import adaln
 from sglang.kernels.ops.speculative.flashmap.block_attention import block_self_attention
 from sglang.kernels.ops.speculative.flashmap.context_kv import write_context_kv
-from sglang.kernels.ops.speculative.flashmap.norm import rms_norm, rms_norm_rope
+from sglang.kernels.ops.speculative.flashmap.norm import rms_norm
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table
+from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.flashmap import FlashMapConfig
-from sglang.srt.speculative.flashmap.attention import ContextAttention
+from sglang.srt.speculative.flashmap.attention import ContextAttention, QueryNorm
 from sglang.srt.speculative.flashmap.checkpoint import (
     DRAFT_VOCAB_TENSORS,
     check_dtype,
@@ -45,6 +44,7 @@ from sglang.srt.speculative.flashmap.checkpoint import (
 )
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.noise import noise_factor
+from torch import nn
 
 # Context rows projected at a time: bounds the (rows, layers · 2 · kv) scratch of a long prefill.
 _CONTEXT_CHUNK = 4096
@@ -112,7 +112,8 @@ class _MLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
+        hidden = skinny_linear(x, self.fc1.weight, self.fc1.bias, activation="gelu")
+        return skinny_linear(hidden, self.fc2.weight, self.fc2.bias)
 
 
 class _Layer(nn.Module):
@@ -319,9 +320,7 @@ class FlashMapDraftModel(nn.Module):
         """``head`` and the target's LM head as one projection onto the draft vocabulary."""
         ids = self.draft_ids
         rows = lm_head.shape[0] if ids is None else ids.numel()
-        weight = torch.empty(
-            rows, self.config.hidden_size, dtype=self.dtype, device=lm_head.device
-        )
+        weight = torch.empty(rows, self.config.hidden_size, dtype=self.dtype, device=lm_head.device)
         folded_bias = torch.empty(rows, dtype=self.dtype, device=lm_head.device)
         head_weight, head_bias = self.head.weight.float(), self.head.bias.float()
         for start in range(0, rows, _VOCAB_CHUNK):
@@ -393,7 +392,8 @@ class FlashMapDraftModel(nn.Module):
             pool: the draft's KV pool.
             positions: ``(T,)``; cache_loc: ``(T,)`` pool slots.
             cache_loc_2d: ``(B, W)`` view of ``cache_loc`` when the rows are verify windows.
-            commit_lens: ``(B,)``; column ``j`` of window ``b`` is written if ``j < commit_lens[b]``.
+            commit_lens: ``(B,)``; column ``j`` of window ``b`` is written if
+                ``j < commit_lens[b]``.
         """
         assert not target_hidden_is_projected
         assert (commit_lens is None) == (cache_loc_2d is None)
@@ -403,7 +403,7 @@ class FlashMapDraftModel(nn.Module):
         chunk = total if commit_lens is not None else _CONTEXT_CHUNK
         for start in range(0, total, max(chunk, 1)):
             part = slice(start, min(start + chunk, total))
-            hidden = F.linear(target_hidden[part].to(self.dtype), self.fc.weight)
+            hidden = skinny_linear(target_hidden[part].to(self.dtype), self.fc.weight)
             entry = rms_norm(hidden, self.hidden_norm.weight, self.config.rms_norm_eps)
             self._write_context(
                 entry,
@@ -426,7 +426,7 @@ class FlashMapDraftModel(nn.Module):
         """Write the anchors' context entries: token ids ``anchors (B,)`` at ``positions (B,)`` into
         pool ``slots (B,)``, for requests whose ``active (B,)`` int32 is 1."""
         embedded = self.embedding[anchors].to(self.dtype)
-        hidden = F.linear(embedded, self.anchor_proj.weight, self.anchor_proj.bias)
+        hidden = skinny_linear(embedded, self.anchor_proj.weight, self.anchor_proj.bias)
         entry = rms_norm(hidden, self.anchor_norm.weight, self.config.rms_norm_eps)
         self._write_context(
             entry,
@@ -441,7 +441,7 @@ class FlashMapDraftModel(nn.Module):
         self, entry, *, positions, slots, key_buffers, value_buffers, commit_lens
     ) -> None:
         config = self.config
-        kv = F.linear(entry, self._context_kv_weight).view(
+        kv = skinny_linear(entry, self._context_kv_weight).view(
             -1, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
         )
         rope = rope_table(positions, config.head_dim, config.rope_theta)
@@ -461,9 +461,7 @@ class FlashMapDraftModel(nn.Module):
     @property
     def noise_width(self) -> int:
         """Standard normal draws per row: ``H`` for one jump, ``V`` for more."""
-        return (
-            self.config.target_hidden_size if len(self._jumps) == 1 else self.config.vocab_size
-        )
+        return self.config.target_hidden_size if len(self._jumps) == 1 else self.config.vocab_size
 
     def draft_logits(
         self,
@@ -488,7 +486,7 @@ class FlashMapDraftModel(nn.Module):
         """
         rope = rope_table(positions, self.config.head_dim, self.config.rope_theta)
         if len(self._jumps) == 1:
-            embedded = F.linear(noise.to(self.dtype), self._noise_factor)
+            embedded = skinny_linear(noise.to(self.dtype), self._noise_factor)
             hidden = self._dit(
                 self._mix(self._uniform, embedded, self._jumps[0]),
                 self._jumps[0],
@@ -509,7 +507,7 @@ class FlashMapDraftModel(nn.Module):
 
     def _logits(self, hidden: torch.Tensor, out: Optional[torch.Tensor]) -> torch.Tensor:
         """The folded head: ``(rows, d) -> (rows, Vd)``."""
-        return torch.addmm(self._folded_bias, hidden, self._folded_head.T, out=out)
+        return skinny_linear(hidden, self._folded_head, self._folded_bias, out=out)
 
     def _jump_logits(self, state, jump, rope, context, num_candidates, out) -> torch.Tensor:
         """One jump from the vocabulary-wide ``state (rows, V)``."""
@@ -523,7 +521,9 @@ class FlashMapDraftModel(nn.Module):
             posterior = rms_norm(
                 clean.to(self.dtype), self.state_norm.weight, self.config.rms_norm_eps
             )
-        hidden = self._dit(self._mix(posterior, embedded, jump), jump, rope, context, num_candidates)
+        hidden = self._dit(
+            self._mix(posterior, embedded, jump), jump, rope, context, num_candidates
+        )
         return self._logits(hidden, out)
 
     def _full_vocabulary(self, probs: torch.Tensor) -> torch.Tensor:
@@ -536,7 +536,7 @@ class FlashMapDraftModel(nn.Module):
     def _mix(self, posterior, embedded, jump: JumpConstants) -> torch.Tensor:
         normed = rms_norm(embedded, self.noise_norm.weight, self.config.rms_norm_eps)
         mixed = posterior + jump.noise_gate * normed
-        return F.linear(mixed, self.x_embed.weight, self.x_embed.bias)
+        return skinny_linear(mixed, self.x_embed.weight, self.x_embed.bias)
 
     def _dit(self, x, jump: JumpConstants, rope, context, num_candidates) -> torch.Tensor:
         """The DiT on embedded rows ``x (B·N·K, d)``, up to and with the final AdaLN."""
@@ -548,29 +548,29 @@ class FlashMapDraftModel(nn.Module):
         for i, (layer, (self_mod, cross_mod, mlp_mod)) in enumerate(zip(self.layers, jump.layers)):
             x, h = adaln(x, branch, gate, self_mod.scale1, self_mod.shift, eps)
             attended = block_self_attention(
-                F.linear(h, self._self_qkv_weights[i]).view(requests * num_candidates, slots, -1),
+                skinny_linear(h, self._self_qkv_weights[i]).view(
+                    requests * num_candidates, slots, -1
+                ),
                 layer.self_attn.q_norm.weight,
                 layer.self_attn.k_norm.weight,
                 rope,
                 config.qk_norm_eps,
                 heads,
             )
-            branch = F.linear(attended.reshape(-1, heads * dim), layer.self_attn.o_proj.weight)
+            branch = skinny_linear(attended.reshape(-1, heads * dim), layer.self_attn.o_proj.weight)
 
             x, h = adaln(x, branch, self_mod.gate, cross_mod.scale1, cross_mod.shift, eps)
-            query = rms_norm_rope(
-                F.linear(h, layer.cross_attn.q_proj.weight).view(-1, heads, dim),
-                layer.cross_attn.q_norm.weight,
-                rope,
-                config.qk_norm_eps,
-            )
+            query = skinny_linear(h, layer.cross_attn.q_proj.weight)
             attended = self.attention(
                 query.view(requests, num_candidates * slots, heads, dim),
+                QueryNorm(layer.cross_attn.q_norm.weight, rope, config.qk_norm_eps),
                 context.key_buffers[i],
                 context.value_buffers[i],
                 context,
             )
-            branch = F.linear(attended.reshape(-1, heads * dim), layer.cross_attn.o_proj.weight)
+            branch = skinny_linear(
+                attended.reshape(-1, heads * dim), layer.cross_attn.o_proj.weight
+            )
 
             x, h = adaln(x, branch, cross_mod.gate, mlp_mod.scale1, mlp_mod.shift, eps)
             branch, gate = layer.mlp(h), mlp_mod.gate

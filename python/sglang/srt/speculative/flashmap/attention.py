@@ -7,11 +7,12 @@ device and the head dimension.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.cross_attention import paged_cross_attention
+from sglang.kernels.ops.speculative.flashmap.norm import rms_norm_rope
 
 if TYPE_CHECKING:
     from sglang.srt.models.flashmap import DraftContext
@@ -19,14 +20,30 @@ if TYPE_CHECKING:
 _FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
-class ContextAttention:
-    """``(query (B, Q, H, D), one layer's buffers, context) -> (B, Q, H, D)``, never causal."""
+@dataclass(frozen=True)
+class QueryNorm:
+    """How queries are normed and rotated before they attend."""
 
-    name = "triton"
+    weight: torch.Tensor
+    """``(D,)``."""
+    rope: torch.Tensor
+    """``(B · Q, D / 2, 2)`` float32, of ``rope_table``."""
+    eps: float
+
+
+class ContextAttention:
+    """``(projected query (B, Q, H, D), its norm, one layer's buffers, context) -> (B, Q, H, D)``.
+
+    Never causal. Norm and rotation are part of the kernel.
+    """
+
+    def __init__(self, name: str = "triton") -> None:
+        self.name = name
 
     def __call__(
         self,
         query: torch.Tensor,
+        norm: QueryNorm,
         key_buffer: torch.Tensor,
         value_buffer: torch.Tensor,
         context: "DraftContext",
@@ -38,26 +55,29 @@ class ContextAttention:
             context.req_to_token,
             context.req_pool_indices,
             context.lens,
+            norm_weight=norm.weight,
+            rope=norm.rope,
+            eps=norm.eps,
         )
 
 
 class FlashAttention3(ContextAttention):
     """The same through FlashAttention 3 (sm_90, 16-bit pools)."""
 
-    name = "fa3"
-
     def __init__(self) -> None:
+        super().__init__("fa3")
         from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache
 
         self._attend = flash_attn_with_kvcache
         self._tables: tuple["DraftContext", torch.Tensor] | None = None
 
-    def __call__(self, query, key_buffer, value_buffer, context) -> torch.Tensor:
+    def __call__(self, query, norm, key_buffer, value_buffer, context) -> torch.Tensor:
         # One gather of the page table serves all layers and jumps of a draft.
         if self._tables is None or self._tables[0] is not context:
             self._tables = (context, context.req_to_token[context.req_pool_indices.long()])
+        rotated = rms_norm_rope(query.flatten(0, 1), norm.weight, norm.rope, norm.eps)
         return self._attend(
-            q=query,
+            q=rotated.view(query.shape),
             k_cache=key_buffer.unsqueeze(1),
             v_cache=value_buffer.unsqueeze(1),
             page_table=self._tables[1],
@@ -79,4 +99,4 @@ def select_context_attention(
         and pool_dtype in (torch.bfloat16, torch.float16)
     ):
         return FlashAttention3()
-    return ContextAttention()
+    return ContextAttention("triton" if device.type == "cuda" else "torch")

@@ -24,6 +24,7 @@ _OPS = (
     ("noise", "uniform_noise"),
     ("noise", "gaussian_noise"),
     ("sampler", "sample_draft"),
+    ("skinny_linear", "skinny_linear"),
     ("tree", "plan_tree"),
     ("tree_walk", "walk_tree"),
 )

@@ -14,6 +14,11 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.srt.utils.custom_op import register_custom_op
 
 
@@ -44,7 +49,10 @@ def _adaln_kernel(
     eps,
     HAS_BRANCH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK)
     offset = tl.program_id(0).to(tl.int64) * dim + col
@@ -97,6 +105,7 @@ def adaln_triton(
             HAS_BRANCH=branch is not None,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 8),
+            **launch_options(x.device),
         )
     return x_new, h
 

@@ -14,6 +14,11 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.kernels.ops.speculative.flashmap.norm import norm_rotate, rms_norm_rope_torch
 from sglang.kernels.ops.speculative.flashmap.rope import load_rope
 from sglang.srt.utils.custom_op import register_custom_op
@@ -69,7 +74,10 @@ def _block_attention_kernel(
     D: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     block = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
@@ -131,6 +139,7 @@ def block_self_attention_triton(
             BLOCK_SLOTS=block_slots,
             BLOCK_D=triton.next_power_of_2(head_dim),
             num_warps=2 if block_slots == _MIN_TILE else 4,
+            **launch_options(qkv.device),
         )
     return out
 

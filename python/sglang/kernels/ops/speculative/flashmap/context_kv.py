@@ -20,6 +20,11 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import require_pool_dtype
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.kernels.ops.speculative.flashmap.norm import norm_rotate, rms_norm_rope_torch
 from sglang.kernels.ops.speculative.flashmap.rope import load_rope
 from sglang.srt.utils.custom_op import register_custom_op
@@ -43,6 +48,8 @@ def write_context_kv_torch(
     commit_lens: Optional[torch.Tensor] = None,
 ) -> None:
     """Reference of :func:`write_context_kv`."""
+    if not slots.numel():
+        return
     keep = slots >= 0
     if commit_lens is not None:
         columns = torch.arange(slots.numel() // commit_lens.numel(), device=slots.device)
@@ -73,7 +80,10 @@ def _context_kv_kernel(
     D: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
@@ -131,9 +141,9 @@ def write_context_kv_triton(
     _check_pool(key_buffers, heads, head_dim)
     _check_pool(value_buffers, heads, head_dim)
     require_pool_dtype(key_buffers[0].dtype, kv.device)
-    assert commit_lens is None or (commit_lens.is_contiguous() and rows % commit_lens.numel() == 0)
     if rows == 0:
         return
+    assert commit_lens is None or (commit_lens.is_contiguous() and rows % commit_lens.numel() == 0)
     addresses = tuple(buffer.data_ptr() for buffer in (*key_buffers, *value_buffers))
     block_heads = min(triton.next_power_of_2(heads), _MAX_BLOCK_HEADS)
     _context_kv_kernel[(rows, layers, triton.cdiv(heads, block_heads))](
@@ -154,6 +164,7 @@ def write_context_kv_triton(
         D=head_dim,
         BLOCK_HEADS=block_heads,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        **launch_options(kv.device),
     )
 
 

@@ -23,6 +23,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import require_pool_dtype, sm_count
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
+from sglang.kernels.ops.speculative.flashmap.norm import norm_rotate, rms_norm_rope_torch
+from sglang.kernels.ops.speculative.flashmap.rope import load_rope
 from sglang.srt.utils.custom_op import register_custom_op
 
 # A split shorter than this costs more in the merge than it gains.
@@ -60,8 +67,13 @@ def paged_cross_attention_torch(
     req_pool_indices: torch.Tensor,
     lens: torch.Tensor,
     max_ctx: Optional[int] = None,
+    norm_weight: Optional[torch.Tensor] = None,
+    rope: Optional[torch.Tensor] = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """Reference of :func:`paged_cross_attention`; reads ``lens`` on the host."""
+    if norm_weight is not None:
+        q = rms_norm_rope_torch(q.flatten(0, 1), norm_weight, rope, eps).view(q.shape)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     grouped = q.shape[2] != key_buffer.shape[1]
     for b, (row, length) in enumerate(zip(req_pool_indices.tolist(), lens.tolist(), strict=True)):
@@ -92,8 +104,11 @@ def _split_kernel(
     req_to_token_ptr,
     req_pool_indices_ptr,
     lens_ptr,
+    norm_weight_ptr,
+    rope_ptr,
     out_ptr,
     lse_ptr,
+    eps,
     q_batch_stride,
     q_row_stride,
     q_head_stride,
@@ -101,6 +116,7 @@ def _split_kernel(
     value_stride,
     table_stride,
     scale_log2,
+    NORM: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -110,7 +126,10 @@ def _split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     # Programs: (query tile, request and key head, split). The query tile varies fastest, so
     # programs that read the same chunk of context run together and find it in the L2 cache.
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -132,6 +151,13 @@ def _split_kernel(
     in_q = (query < QUERIES)[:, None] & (d < D)[None, :]
     q_offset = b * q_batch_stride + query * q_row_stride + head * q_head_stride
     q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=in_q, other=0.0)
+    if NORM:
+        norm_weight = tl.load(norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        cos, sin = load_rope(rope_ptr, b * QUERIES + query, query < QUERIES, D, BLOCK_M, BLOCK_D)
+        even, odd = norm_rotate(
+            q.to(tl.float32), norm_weight, cos, sin, eps, D, BLOCK_M, BLOCK_D, dtype
+        )
+        q = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_D))
 
     pool_row = tl.load(req_pool_indices_ptr + b).to(tl.int64)
     slots_ptr = req_to_token_ptr + pool_row * table_stride
@@ -181,7 +207,10 @@ def _merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     # Programs: (query and head, request).
     b = tl.program_id(1).to(tl.int64)
     row = b * ROWS + tl.program_id(0)
@@ -208,6 +237,9 @@ def paged_cross_attention_triton(
     req_pool_indices: torch.Tensor,
     lens: torch.Tensor,
     max_ctx: Optional[int] = None,
+    norm_weight: Optional[torch.Tensor] = None,
+    rope: Optional[torch.Tensor] = None,
+    eps: float = 0.0,
     splits: Optional[int] = None,
 ) -> torch.Tensor:
     """Launcher of :func:`paged_cross_attention`; ``splits`` overrides the number of splits."""
@@ -220,6 +252,10 @@ def paged_cross_attention_triton(
     assert req_to_token.stride(1) == 1
     assert req_pool_indices.shape == lens.shape == (batch,)
     assert req_pool_indices.is_contiguous() and lens.is_contiguous()
+    if norm_weight is not None:
+        assert norm_weight.shape == (head_dim,) and norm_weight.is_contiguous()
+        assert rope.shape == (batch * queries, head_dim // 2, 2) and rope.is_contiguous()
+        assert rope.dtype == torch.float32
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.numel() == 0:
@@ -245,8 +281,11 @@ def paged_cross_attention_triton(
         req_to_token,
         req_pool_indices,
         lens,
+        norm_weight if norm_weight is not None else q,
+        rope if rope is not None else q,
         partial,
         lse,
+        eps,
         q.stride(0),
         q.stride(1),
         q.stride(2),
@@ -254,6 +293,7 @@ def paged_cross_attention_triton(
         value_buffer.stride(0),
         req_to_token.stride(0),
         head_dim**-0.5 * _LOG2_E,
+        NORM=norm_weight is not None,
         QUERIES=queries,
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -265,6 +305,7 @@ def paged_cross_attention_triton(
         BLOCK_D=block_d,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch_options(q.device),
     )
     if splits > 1:
         _merge_kernel[(queries * heads, batch)](
@@ -280,6 +321,7 @@ def paged_cross_attention_triton(
             BLOCK_SPLITS=triton.next_power_of_2(splits),
             BLOCK_D=block_d,
             num_warps=2,
+            **launch_options(q.device),
         )
     return out
 
@@ -292,6 +334,9 @@ def _fake_paged_cross_attention(
     req_pool_indices: torch.Tensor,
     lens: torch.Tensor,
     max_ctx: Optional[int] = None,
+    norm_weight: Optional[torch.Tensor] = None,
+    rope: Optional[torch.Tensor] = None,
+    eps: float = 0.0,
     splits: Optional[int] = None,
 ) -> torch.Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -313,12 +358,15 @@ def paged_cross_attention(
     req_pool_indices: torch.Tensor,
     lens: torch.Tensor,
     max_ctx: Optional[int] = None,
+    norm_weight: Optional[torch.Tensor] = None,
+    rope: Optional[torch.Tensor] = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """``softmax(q k^T / sqrt(D)) v`` of every query over its request's whole context.
 
     Args:
-        q: ``(B, Q, H, D)`` normed and rotated queries, float32, bfloat16 or float16; channels are
-            contiguous. ``Q`` counts all slots of all of a request's draft blocks.
+        q: ``(B, Q, H, D)`` queries, float32, bfloat16 or float16; channels are contiguous.
+            ``Q`` counts all slots of all of a request's draft blocks.
         key_buffer: ``(pool slots, Hkv, D)`` normed and rotated keys, of ``q``'s dtype or another
             float dtype (float8_e4m3fn with scale 1 included). ``Hkv`` divides ``H``.
         value_buffer: likewise.
@@ -327,11 +375,24 @@ def paged_cross_attention(
         lens: ``(B,)`` integers, context rows of each request; 0 gives zeros.
         max_ctx: a bound on ``lens`` known to the host, by which the context is split; the width of
             ``req_to_token`` when None. Not read by the reference.
+        norm_weight: ``(D,)``, any float dtype: queries are normed and rotated first, as by
+            :func:`rms_norm_rope`; None: they are already.
+        rope: ``(B Q, D / 2, 2)`` float32, of :func:`rope_table`; with ``norm_weight``.
+        eps: the norm's epsilon.
 
     Returns:
         ``(B, Q, H, D)``, contiguous, in ``q``'s dtype.
     """
     implementation = _paged_cross_attention_op if q.is_cuda else paged_cross_attention_torch
     return implementation(
-        q, key_buffer, value_buffer, req_to_token, req_pool_indices, lens, max_ctx
+        q,
+        key_buffer,
+        value_buffer,
+        req_to_token,
+        req_pool_indices,
+        lens,
+        max_ctx,
+        norm_weight,
+        rope,
+        eps,
     )

@@ -15,7 +15,11 @@ import math
 import torch
 import triton
 import triton.language as tl
-
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.kernels.ops.speculative.flashmap.philox import philox_torch, philox_words
 from sglang.srt.utils.custom_op import register_custom_op
 
@@ -63,7 +67,10 @@ def _noise_kernel(
     stream,
     GAUSSIAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     quad = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(seeds_ptr + row)
@@ -92,7 +99,14 @@ def _noise_triton(seeds, offsets, width: int, stream: int, gaussian: bool) -> to
         return out
     grid = (seeds.shape[0], triton.cdiv((width + 3) // 4, _BLOCK_QUADS))
     _noise_kernel[grid](
-        seeds, offsets, out, width, stream, GAUSSIAN=gaussian, BLOCK=_BLOCK_QUADS
+        seeds,
+        offsets,
+        out,
+        width,
+        stream,
+        GAUSSIAN=gaussian,
+        BLOCK=_BLOCK_QUADS,
+        **launch_options(seeds.device),
     )
     return out
 
@@ -111,7 +125,9 @@ def gaussian_noise_triton(
     return _noise_triton(seeds, offsets, width, stream, gaussian=True)
 
 
-def _noise_fake(seeds: torch.Tensor, offsets: torch.Tensor, width: int, stream: int) -> torch.Tensor:
+def _noise_fake(
+    seeds: torch.Tensor, offsets: torch.Tensor, width: int, stream: int
+) -> torch.Tensor:
     return seeds.new_empty(seeds.shape[0], width, dtype=torch.float32)
 
 

@@ -10,6 +10,11 @@ order of the sum of squares.
 import torch
 import triton
 import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.kernels.ops.speculative.flashmap.rope import apply_rope_torch, load_rope
 from sglang.srt.utils.custom_op import register_custom_op
 
@@ -54,7 +59,18 @@ def norm_rotate(
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, x_stride, dim, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    dim,
+    eps,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -81,6 +97,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
             eps,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 8),
+            **launch_options(x.device),
         )
     return out
 
@@ -123,7 +140,10 @@ def _rms_norm_rope_kernel(
     D: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -162,6 +182,7 @@ def rms_norm_rope_triton(
             D=head_dim,
             BLOCK_HEADS=block_heads,
             BLOCK_D=triton.next_power_of_2(head_dim),
+            **launch_options(x.device),
         )
     return out
 

@@ -15,6 +15,11 @@ import math
 import torch
 import triton
 import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.srt.utils.custom_op import register_custom_op
 
 _BLOCK_ROWS = 16
@@ -53,7 +58,10 @@ def _rope_table_kernel(
     D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     pair = tl.arange(0, BLOCK_HALF)
     exponent = ((2 * pair).to(tl.float32) / D).to(tl.float64)
@@ -80,6 +88,7 @@ def rope_table_triton(positions: torch.Tensor, head_dim: int, theta: float) -> t
             D=head_dim,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
             BLOCK_ROWS=_BLOCK_ROWS,
+            **launch_options(positions.device),
         )
     return table
 

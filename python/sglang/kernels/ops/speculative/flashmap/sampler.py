@@ -25,7 +25,16 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import sm_count
-from sglang.kernels.ops.speculative.flashmap.philox import SAMPLER_STREAM, philox_torch, philox_words
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
+from sglang.kernels.ops.speculative.flashmap.philox import (
+    SAMPLER_STREAM,
+    philox_torch,
+    philox_words,
+)
 from sglang.srt.utils.custom_op import register_custom_op
 
 _BLOCK = 2048
@@ -95,7 +104,10 @@ def _sample_kernel(
     SERIES_BELOW: tl.constexpr,
     MAX_NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     # Programs: (row, split of the vocabulary). A split has `share` columns, whole tiles.
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -141,7 +153,10 @@ def _best_split_kernel(
     HAS_IDS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
     mask = split < SPLITS
@@ -201,6 +216,7 @@ def sample_draft_triton(
         SERIES_BELOW=_SERIES_BELOW,
         MAX_NOISE=_MAX_NOISE,
         BLOCK=_BLOCK,
+        **launch_options(logits.device),
     )
     if splits > 1:
         _best_split_kernel[(rows,)](
@@ -213,6 +229,7 @@ def sample_draft_triton(
             SPLITS=splits,
             BLOCK_SPLITS=triton.next_power_of_2(splits),
             num_warps=1,
+            **launch_options(logits.device),
         )
     return tokens
 

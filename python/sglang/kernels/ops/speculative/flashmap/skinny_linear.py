@@ -1,0 +1,345 @@
+"""Linear layer of a few rows: ``act(r s x Wᵀ + b)``, paced by how fast the weights arrive.
+
+One draft block is 16 rows, so a draft's matrix products read their weights once and do next to
+nothing with them. Library kernels are made for tiles of 64 rows and more and leave most of the GPU
+idle between short products. Here:
+
+1. The weights are the left operand of the dot product, so that a tile is ``BLOCK_N`` weight rows by
+   all of the ``≤ 64`` rows of ``x``: every weight is read by one program only.
+2. ``WARPS_K`` lets the warps of a program share the reduction (a batched dot product) where few
+   weight rows are left to share; ``SPLITS`` lets programs share it. Programs leave float32 partial
+   tiles; the one that arrives last adds them in a fixed order, so results are reproducible, and
+   puts the counter back to 0 for the next launch.
+3. Programmatic dependent launch (sm_90): a program asks the L2 cache for its weights before it
+   waits for the kernel that makes ``x``, so memory stays busy across kernel boundaries.
+
+Rounding follows the eager operations: sums, factors and bias in float32, rounded to ``x``'s dtype,
+then GELU (erf) in float32, rounded again. Weights of 8 bits (e4m3, a scale per output channel) are
+converted to ``x``'s dtype, which is exact, on their way to the dot product: they save bytes, and
+``x`` is not quantized.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import List, NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.device import sm_count
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
+from sglang.srt.utils.custom_op import register_custom_op
+
+MAX_ROWS = 64
+ACTIVATIONS = ("none", "gelu")
+# tl.dot's smallest tile side.
+_MIN_TILE = 16
+_MAX_SPLITS = 8
+# Elements of partial tiles and number of arrival counters that a launch may use.
+_MAX_PARTIAL, _MAX_TILES = 1 << 20, 1024
+# Bytes of a line of the L2 cache; lines of a weight row that a program asks for at a time.
+_LINE, _LINES = tl.constexpr(128), 16
+
+
+class Tiles(NamedTuple):
+    """Tile sizes and launch options of the kernel."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    warps_k: int
+    num_warps: int
+    num_stages: int
+
+
+def default_tiles(rows: int, out_features: int, in_features: int, sms: int) -> Tiles:
+    """About one program an SM, each with as few bytes of ``x`` as of weights."""
+    if rows <= 16:
+        block_n = 32 if out_features >= 32 * sms else 16
+        return Tiles(block_n, 512, 1, 4, num_warps=4, num_stages=3)
+    block_n = 64
+    tiles = triton.cdiv(out_features, block_n)
+    splits = 1
+    while splits < _MAX_SPLITS and 2 * splits * tiles <= sms and in_features >= 1024 * splits:
+        splits *= 2
+    return Tiles(block_n, 128, splits, 1, num_warps=4, num_stages=4)
+
+
+def skinny_linear_torch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    scale: Optional[torch.Tensor],
+    row_scale: Optional[torch.Tensor],
+    activation: str,
+    out: torch.Tensor,
+) -> None:
+    """Reference of :func:`skinny_linear`: the library's product, written to ``out`` at once."""
+    if scale is None and row_scale is None:
+        if bias is None:
+            torch.mm(x, weight.T, out=out)
+        else:
+            torch.addmm(bias, x, weight.T, out=out)
+    else:
+        y = x.float() @ weight.float().T
+        for factor in (scale, None if row_scale is None else row_scale[:, None]):
+            y = y if factor is None else y * factor
+        out.copy_(y if bias is None else y + bias)
+    if activation == "gelu":
+        torch.ops.aten.gelu.out(out, out=out)
+
+
+@triton.jit
+def _prefetch(address):
+    """Ask the L2 cache for the lines at int64 ``address``."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _skinny_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    scale_ptr,
+    row_scale_ptr,
+    out_ptr,
+    partial_ptr,
+    arrived_ptr,
+    rows,
+    x_stride,
+    weight_stride,
+    N,
+    K,
+    share,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    GELU: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    # Programs: (tile of output features, split of the reduction).
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    PART: tl.constexpr = BLOCK_K // WARPS_K
+    launch_dependents(DEPENDENT)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_read = tl.minimum(n, N - 1)
+    first = tl.program_id(1) * share
+    end = tl.minimum(first + share, K)
+    if DEPENDENT:
+        STEP: tl.constexpr = _LINE // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        for start in range(first, end, LINES * STEP):
+            line = tl.minimum(start + tl.arange(0, LINES) * STEP, end - 1)
+            address = weight_ptr + n_read.to(tl.int64)[:, None] * weight_stride + line[None, :]
+            _prefetch(address.to(tl.int64))
+    wait_for_inputs(DEPENDENT)
+    m = tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
+    if WARPS_K == 1:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        weight_row = weight_ptr + n_read.to(tl.int64)[:, None] * weight_stride
+        for start in tl.range(first, end, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            if EVEN_K:
+                w = tl.load(weight_row + k[None, :], eviction_policy="evict_first")
+                x = tl.load(x_ptr + m[None, :] * x_stride + k[:, None])
+            else:
+                w = tl.load(weight_row + k[None, :], mask=(k < end)[None, :], other=0.0)
+                x = tl.load(
+                    x_ptr + m[None, :] * x_stride + k[:, None], mask=(k < end)[:, None], other=0.0
+                )
+            acc = tl.dot(w.to(dtype), x, acc=acc, input_precision="ieee")
+    else:
+        part = tl.arange(0, WARPS_K)
+        parts = tl.zeros((WARPS_K, BLOCK_N, BLOCK_M), tl.float32)
+        weight_row = weight_ptr + n_read.to(tl.int64)[None, :, None] * weight_stride
+        for start in tl.range(first, end, BLOCK_K):
+            k = start + part[:, None] * PART + tl.arange(0, PART)[None, :]
+            if EVEN_K:
+                w = tl.load(weight_row + k[:, None, :], eviction_policy="evict_first")
+                x = tl.load(x_ptr + m[None, None, :] * x_stride + k[:, :, None])
+            else:
+                w = tl.load(weight_row + k[:, None, :], mask=(k < end)[:, None, :], other=0.0)
+                x = tl.load(
+                    x_ptr + m[None, None, :] * x_stride + k[:, :, None],
+                    mask=(k < end)[:, :, None],
+                    other=0.0,
+                )
+            parts = tl.dot(w.to(dtype), x, acc=parts, input_precision="ieee")
+        acc = tl.sum(parts, 0)
+
+    if SPLITS > 1:
+        tile = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        partial = partial_ptr + tl.program_id(0) * (SPLITS * BLOCK_N * BLOCK_M) + tile
+        tl.store(partial + tl.program_id(1) * (BLOCK_N * BLOCK_M), acc)
+        tl.debug_barrier()  # all of the tile is stored before it counts as arrived
+        arrived = tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        if arrived != SPLITS - 1:
+            return
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for split in tl.static_range(SPLITS):
+            acc += tl.load(partial + split * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        tl.store(arrived_ptr + tl.program_id(0), 0)
+    if HAS_SCALE:
+        acc *= tl.load(scale_ptr + n_read)[:, None]
+    if HAS_ROW_SCALE:
+        acc *= tl.load(row_scale_ptr + m)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n_read).to(tl.float32)[:, None]
+    y = acc.to(dtype)
+    if GELU:
+        y = y.to(tl.float32)
+        y = (0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))).to(dtype)
+    row = tl.arange(0, BLOCK_M)
+    mask = (n < N)[:, None] & (row < rows)[None, :]
+    tl.store(out_ptr + row[None, :] * N + n[:, None], y, mask=mask)
+
+
+@functools.cache
+def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial tiles and arrival counters, shared by all launches of a stream.
+
+    A launch leaves the counters at 0. Never freed, because captured graphs keep using them; call
+    the op once before capturing it.
+    """
+    partial = torch.empty(_MAX_PARTIAL, dtype=torch.float32, device=device)
+    return partial, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def skinny_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    scale: Optional[torch.Tensor],
+    row_scale: Optional[torch.Tensor],
+    activation: str,
+    out: torch.Tensor,
+    tiles: Optional[List[int]] = None,
+) -> None:
+    """Launcher of :func:`skinny_linear`; ``tiles`` overrides the fields of :class:`Tiles`."""
+    rows, in_features = x.shape
+    out_features = weight.shape[0]
+    assert rows <= MAX_ROWS, f"at most {MAX_ROWS} rows, got {rows}"
+    assert weight.shape == (out_features, in_features)
+    assert weight.dtype == x.dtype or (scale is not None and weight.dtype == torch.float8_e4m3fn)
+    assert x.stride(1) == 1 and weight.stride(1) == 1
+    for vector, size in ((bias, out_features), (scale, out_features), (row_scale, rows)):
+        assert vector is None or (vector.shape == (size,) and vector.is_contiguous())
+    assert activation in ACTIVATIONS
+    assert out.shape == (rows, out_features) and out.is_contiguous() and out.dtype == x.dtype
+    if rows == 0:
+        return
+    t = (
+        default_tiles(rows, out_features, in_features, sm_count(x.device))
+        if tiles is None
+        else Tiles(*tiles)
+    )
+    partial, arrived = _scratch(x.device)
+    block_m = max(triton.next_power_of_2(rows), _MIN_TILE)
+    programs = triton.cdiv(out_features, t.block_n)
+    if t.splits > 1:
+        needed = programs * t.splits * t.block_n * block_m
+        assert programs <= _MAX_TILES and needed <= _MAX_PARTIAL, t
+    share = triton.cdiv(triton.cdiv(in_features, t.block_k), t.splits) * t.block_k
+    _skinny_kernel[(programs, t.splits)](
+        x,
+        weight,
+        bias if bias is not None else x,
+        scale if scale is not None else x,
+        row_scale if row_scale is not None else x,
+        out,
+        partial,
+        arrived,
+        rows,
+        x.stride(0),
+        weight.stride(0),
+        out_features,
+        in_features,
+        share,
+        EVEN_K=in_features % t.block_k == 0,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        GELU=activation == "gelu",
+        SPLITS=t.splits,
+        WARPS_K=t.warps_k,
+        BLOCK_M=block_m,
+        BLOCK_N=t.block_n,
+        BLOCK_K=t.block_k,
+        LINES=_LINES,
+        num_warps=t.num_warps,
+        num_stages=t.num_stages,
+        **launch_options(x.device),
+    )
+
+
+def _fake_skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    scale: Optional[torch.Tensor],
+    row_scale: Optional[torch.Tensor],
+    activation: str,
+    out: torch.Tensor,
+    tiles: Optional[List[int]] = None,
+) -> None:
+    return None
+
+
+_skinny_linear_op = register_custom_op(
+    skinny_linear_triton,
+    op_name="flashmap_skinny_linear",
+    mutates_args=["out"],
+    fake_impl=_fake_skinny_linear,
+)
+
+
+def skinny_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor] = None,
+    *,
+    scale: Optional[torch.Tensor] = None,
+    row_scale: Optional[torch.Tensor] = None,
+    activation: str = "none",
+    out: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """``act(row_scale · scale · (x @ weight.T) + bias)``.
+
+    A kernel of ours for at most 64 rows of 16 bits on a GPU; the library for other sizes.
+
+    Args:
+        x: ``(T, K)``; rows may be strided, channels are contiguous.
+        weight: ``(N, K)`` in ``x``'s dtype, or float8_e4m3fn with ``scale``; likewise.
+        bias: ``(N,)`` in ``x``'s dtype, or None.
+        scale: ``(N,)`` float32 factor of each output channel, or None.
+        row_scale: ``(T,)`` float32 factor of each row, or None.
+        activation: ``"none"`` or ``"gelu"`` (erf).
+        out: ``(T, N)`` contiguous, in ``x``'s dtype, to write the result to.
+
+    Returns:
+        ``(T, N)``, contiguous, in ``x``'s dtype.
+    """
+    if out is None:
+        out = x.new_empty((x.shape[0], weight.shape[0]))
+    skinny = x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and x.element_size() == 2
+    implementation = _skinny_linear_op if skinny else skinny_linear_torch
+    implementation(x, weight, bias, scale, row_scale, activation, out)
+    return out
