@@ -42,6 +42,7 @@ class Setting:
             rows=self.requests.rows,
             temperatures=TEMPERATURES,
             active=torch.ones(SIZE, dtype=torch.int32),
+            filters=torch.zeros(SIZE, 3),
         )
 
     def select(self, rows: list[int], padding: int = 0) -> DraftInputs:

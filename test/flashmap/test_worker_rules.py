@@ -130,5 +130,13 @@ def test_draft_inputs() -> None:
     assert inputs.rows.tolist() == [4, 0, 2] and inputs.active.tolist() == [1, 1, 1]
     assert inputs.seq_lens.dtype == inputs.rows.dtype == torch.int64
 
+    torch.testing.assert_close(
+        inputs.filters, torch.tensor([[NO_TOP_K, 0, 0], [1, 0, 0], [NO_TOP_K, 0, 0]]).float()
+    )
+    batch.sampling_info = sampling_info([1.0] * 3, top_ps=[0.9, 1.0, 0.5], min_ps=[0.0, 0.2, 0.1])
+    filters = make_worker()._draft_inputs(batch, anchors).filters
+    torch.testing.assert_close(filters, torch.tensor([[0, 0.9, 0], [0, 0, 0.2], [0, 0.5, 0.1]]))
+
     batch.sampling_info = None
-    assert make_worker()._draft_inputs(batch, anchors).temperatures.tolist() == [0.0] * 3
+    inputs = make_worker()._draft_inputs(batch, anchors)
+    assert inputs.temperatures.tolist() == [0.0] * 3 and not inputs.filters.any()

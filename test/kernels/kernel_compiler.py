@@ -17,6 +17,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     block_attention,
     context_kv,
     cross_attention,
+    filter_logits,
     norm,
     rope,
     sampler,
@@ -84,6 +85,7 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
                 q, pool, pool, table, longs, longs, None, head_weight, q_rope, 1e-6, splits=splits
             )
     logits = torch.zeros(ROWS, 5000, dtype=dtype)
+    filter_logits.filter_logits_triton(logits, torch.zeros(ROWS), torch.zeros(ROWS, 3))
     ids = torch.zeros(5000, dtype=torch.int64)
     for splits in (1, 2):
         sampler.sample_draft_triton(logits, ids, torch.zeros(ROWS), longs, longs, splits=splits)

@@ -1,6 +1,6 @@
 """``Drafter``: one block of drafts per request, in a CUDA graph where there is one.
 
-A draft reads five small per-request tensors (``DraftInputs``), the draft KV pool and the seeds of
+A draft reads a few small per-request tensors (``DraftInputs``), the draft KV pool and the seeds of
 the requests, and writes ``tokens (B, K)`` and the draft logits. Everything else is weights. So a
 graph per batch size needs no metadata from an attention backend and no host work but filling the
 inputs; padding rows are inactive: they write no context and attend to none.
@@ -9,11 +9,12 @@ inputs; padding rows are inactive: they write no context and attend to none.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Sequence
 
 import torch
 
+from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
 from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """One entry per request, all ``(B,)``."""
+    """One entry per request, ``(B,)`` where no other shape is said."""
 
     anchors: torch.Tensor
     """Last verified token, int64."""
@@ -37,9 +38,11 @@ class DraftInputs:
     """Sampling temperature, float32; 0 drafts the argmax."""
     active: torch.Tensor
     """1, or 0 for graph padding, int32."""
+    filters: torch.Tensor
+    """Top-k, top-p and min-p, 0 for none, float32 ``(B, 3)``."""
 
     def __iter__(self):
-        return iter((self.anchors, self.seq_lens, self.rows, self.temperatures, self.active))
+        return iter(getattr(self, field.name) for field in fields(self))
 
     @classmethod
     def allocate(cls, size: int, device: torch.device | str) -> "DraftInputs":
@@ -52,6 +55,7 @@ class DraftInputs:
             zeros(torch.int64),
             zeros(torch.float32),
             zeros(torch.int32),
+            torch.zeros(size, 3, dtype=torch.float32, device=device),
         )
 
     def head(self, size: int) -> "DraftInputs":
@@ -66,7 +70,7 @@ class DraftBlock:
     tokens: torch.Tensor
     """Token ids ``(B, K)`` int64."""
     logits: torch.Tensor
-    """``(B, K, Vd)`` in the draft's dtype."""
+    """``(B, K, Vd)`` in the draft's dtype, -inf where a request's filters leave tokens out."""
 
 
 class Drafter:
@@ -130,10 +134,13 @@ class Drafter:
         logits = model.draft_logits(
             noise, (inputs.seq_lens[:, None] + steps).reshape(-1), context, out=out
         )
+        temperatures = inputs.temperatures.repeat_interleave(slots)
+        # In place: what is sampled from here is what an accept rule takes as the proposal.
+        filter_logits(logits, temperatures, inputs.filters.repeat_interleave(slots, dim=0))
         tokens = sample_draft(
             logits,
             model.draft_ids,
-            inputs.temperatures.repeat_interleave(slots),
+            temperatures,
             seeds,
             offsets,
             Stream.DRAFT_TOKEN.value,

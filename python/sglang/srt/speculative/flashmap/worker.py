@@ -42,6 +42,7 @@ from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify
 from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyExecutor
 from sglang.srt.speculative.flashmap.attention import select_context_attention
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.draft_filters import draft_filters
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.first_token import FirstTokenSampler
 from sglang.srt.speculative.flashmap.history import TokenHistory
@@ -433,6 +434,7 @@ class FlashMapWorker(BaseSpecWorker):
             rows=batch.req_pool_indices.to(torch.int64),
             temperatures=temperatures,
             active=torch.ones(size, dtype=torch.int32, device=bonus.device),
+            filters=draft_filters(info, size, bonus.device),
         )
 
     def _accept(

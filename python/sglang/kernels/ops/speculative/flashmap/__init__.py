@@ -21,6 +21,7 @@ _OPS = (
     ("block_attention", "block_self_attention"),
     ("cross_attention", "paged_cross_attention"),
     ("context_kv", "write_context_kv"),
+    ("filter_logits", "filter_logits"),
     ("noise", "uniform_noise"),
     ("noise", "gaussian_noise"),
     ("sampler", "sample_draft"),
