@@ -77,6 +77,8 @@ def build(options: argparse.Namespace) -> tuple[Drafter, FlashMapDraftModel, Dra
         grid=tuple(config.grid()),
         draft_vocab_size=options.draft_vocab_size,
         block_verification=False,
+        noise=options.noise,
+        noise_error=options.noise_error,
     )
     attention = select_context_attention(
         "cuda", head_dim=config.head_dim, pool_dtype=torch.bfloat16
@@ -114,7 +116,9 @@ def build(options: argparse.Namespace) -> tuple[Drafter, FlashMapDraftModel, Dra
 
 def weight_bytes(model: FlashMapDraftModel) -> int:
     """Weights a draft reads: not ``fc`` (context of committed rows) nor what is folded away."""
-    unused = ("fc.", "head.", "time_embed.", "jump_embed.", "adaln.", "state_norm.")
+    unused = ["fc.", "head.", "time_embed.", "jump_embed.", "adaln.", "state_norm."]
+    if model.serve.folds_noise(model.fc.weight.device):
+        unused.append("x_embed.")
     used = sum(
         p.numel() * p.element_size()
         for name, p in model.named_parameters()
@@ -131,6 +135,8 @@ def main() -> None:
     parser.add_argument("--draft-vocab-size", type=int, default=32768)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--attention", choices=("auto", "triton"), default="auto")
+    parser.add_argument("--noise", choices=("auto", "cholesky", "folded"), default="auto")
+    parser.add_argument("--noise-error", type=float, default=0.0)
     parser.add_argument("--linear", choices=("skinny", "library"), default="skinny")
     parser.add_argument("--no-dependent-launch", action="store_true")
     parser.add_argument("--profile", help="write a torch profiler table of one draft here")

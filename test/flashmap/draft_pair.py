@@ -161,13 +161,15 @@ class DraftPair:
             self.reference.requires_grad_(False).to(dtype)
         self.attach(draft_vocab_size)
 
-    def attach(self, draft_vocab_size: int = 0) -> None:
+    def attach(self, draft_vocab_size: int = 0, **settings: Any) -> None:
+        """Makes `model` ready to draft; `settings` are fields of `FlashMapServeConfig`."""
         serve = FlashMapServeConfig(
             block_size=self.config.block_size,
             verify_width=self.config.block_size + 1,
             grid=tuple(self.config.grid()),
             draft_vocab_size=draft_vocab_size,
             block_verification=False,
+            **settings,
         )
         self.model.attach_target(
             embedding=self.target.embedding.to(self.model.dtype),

@@ -169,6 +169,19 @@ REFUSED = {
         "--speculative-flashmap-draft-vocab-size -1",
         r"draft-vocab-size -1 must be from 0 \(the whole vocabulary\) to 60",
     ),
+    "folded-3-jumps": (
+        "--speculative-flashmap-noise folded --speculative-flashmap-num-steps 3",
+        "folded is for drafts of one jump, and this one takes 3",
+    ),
+    "error-1": ("--speculative-flashmap-noise-error 1", "noise-error 1.0 must be at least 0"),
+    "error-cholesky": (
+        "--speculative-flashmap-noise-error 0.01 --speculative-flashmap-noise cholesky",
+        "noise-error 0.01 cuts the folded noise of one jump; leave it out",
+    ),
+    "temperature-negative": (
+        "--speculative-flashmap-noise-temperature -1",
+        "noise-temperature -1.0 must be a number of at least 0",
+    ),
     "vocabulary-61": ("--speculative-flashmap-draft-vocab-size 61", "must be from 0 .* to 60"),
     "backend": (
         "--attention-backend triton",
@@ -298,8 +311,13 @@ def test_no_draft(folders: Path) -> None:
             ),
         ),
         ("--speculative-flashmap-draft-vocab-size 60", dict(draft_vocab_size=0)),
+        (
+            "--speculative-flashmap-noise folded --speculative-flashmap-noise-error 0.01 "
+            "--speculative-flashmap-noise-temperature 0.5",
+            dict(noise="folded", noise_error=0.01, noise_temperature=0.5),
+        ),
     ],
-    ids=["defaults", "all", "every-token"],
+    ids=["defaults", "all", "every-token", "noise"],
 )
 def test_serve_config(resolve: Callable, folders: Path, flags: str, expected: dict) -> None:
     config = FlashMapConfig.from_pretrained(folders / "draft")

@@ -18,6 +18,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     context_kv,
     cross_attention,
     filter_logits,
+    noise,
     norm,
     rope,
     sampler,
@@ -62,6 +63,8 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
     rope_table = rope.rope_table_triton(longs, HEAD_DIM, 10_000.0)
     x, weight = torch.zeros(ROWS, DIM, dtype=dtype), torch.zeros(DIM, dtype=dtype)
     heads, head_weight = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM)
+    wide = torch.zeros(ROWS, DIM)
+    noise.normalise_noise_triton(wide, wide[0], wide[0, :1], 1e-6, dtype)
     norm.rms_norm_triton(x, weight, 1e-6)
     norm.rms_norm_rope_triton(heads, head_weight, rope_table, 1e-6)
     adaln.adaln_triton(x, x, weight, weight, weight, 1e-6)

@@ -22,7 +22,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 14
+    assert len(OPS) == 15
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -11,6 +11,7 @@ import torch
 from sglang.kernels.ops.speculative.flashmap.noise import (
     gaussian_noise,
     gaussian_noise_torch,
+    normalise_noise,
     uniform_noise,
     uniform_noise_torch,
 )
@@ -170,3 +171,13 @@ def test_reference_words_match_the_oracle_across_the_word_boundary() -> None:
     for seed, offset in zip(SEEDS.tolist(), OFFSETS.tolist(), strict=True):
         words = philox_torch(torch.tensor([seed]), torch.tensor([offset]), quads, STREAM)
         assert words.flatten().tolist() == words_of(seed, offset, 12).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_normalise_noise(dtype: torch.dtype, launch: Callable) -> None:
+    noise, variances, gate = torch.randn(5, 200), torch.rand(200), torch.tensor([0.7])
+    exact = 0.7 * ((noise.double() ** 2 @ variances.double()) + 0.25).rsqrt()
+    args = (noise, variances, gate, 0.25, dtype)
+    for rounded, scale in (normalise_noise(*args), launch("noise.normalise_noise", *args)):
+        assert torch.equal(rounded, noise.to(dtype))
+        torch.testing.assert_close(scale.double(), exact, rtol=1e-6, atol=0)

@@ -8,6 +8,7 @@ draft folder's tensors are checked from file headers here too, when the folder i
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def handle_flashmap(server_args: Any) -> None:
     _check_architecture(cfg, config)
     _check_target(server_args, config)
     width = _resolve_verify_width(cfg, config)
-    config.grid(cfg.speculative_flashmap_num_steps)
+    grid = config.grid(cfg.speculative_flashmap_num_steps)
+    _check_noise(cfg, num_jumps=len(grid) - 1)
     load_format = _resolve_load_format(cfg)
     _check_folder(cfg, config, load_format)
     declare_resolution(
@@ -219,6 +221,29 @@ def _resolve_load_format(cfg: Any) -> str:
             f"--speculative-draft-load-format {asked}."
         )
     return asked
+
+
+def _check_noise(cfg: Any, *, num_jumps: int) -> None:
+    form, error = cfg.speculative_flashmap_noise, cfg.speculative_flashmap_noise_error
+    temperature = cfg.speculative_flashmap_noise_temperature
+    if form == "folded" and num_jumps > 1:
+        raise ValueError(
+            f"--speculative-flashmap-noise folded is for drafts of one jump, and this one takes "
+            f"{num_jumps}; leave it out, or pass --speculative-flashmap-num-steps 1."
+        )
+    if not 0 <= error < 1:
+        raise ValueError(
+            f"--speculative-flashmap-noise-error {error} must be at least 0 (no cut) and below 1."
+        )
+    if error > 0 and (form == "cholesky" or num_jumps > 1):
+        raise ValueError(
+            f"--speculative-flashmap-noise-error {error} cuts the folded noise of one jump; leave it "
+            "out, or pass --speculative-flashmap-noise folded and --speculative-flashmap-num-steps 1."
+        )
+    if not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"--speculative-flashmap-noise-temperature {temperature} must be a number of at least 0."
+        )
 
 
 def _check_folder(cfg: Any, config: FlashMapConfig, load_format: str) -> None:

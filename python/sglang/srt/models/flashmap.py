@@ -6,7 +6,7 @@ computed from it differs only by exact identities, in this order:
 1. AdaLN modulations depend on a jump's two times alone: one set per jump, at load.
 2. A single jump starts from noise ``x0 ~ N(0, I_V)``, read only through ``x0 @ E``, which is
    ``N(0, EᵀE)``: ``z @ Lᵀ`` with ``z ~ N(0, I_H)`` and ``L Lᵀ = EᵀE`` has that law, so no
-   vocabulary-wide noise is drawn. At ``s = 0`` the state's posterior is uniform: a constant.
+   vocabulary-wide noise is drawn (or the folded form of it, see ``folded_noise.py``). At ``s = 0`` the state's posterior is uniform: a constant.
 3. The DiT's head and the target's LM head meet with no non-linearity between them: they are
    folded (in float32) into one ``(draft vocabulary, d)`` projection.
 4. All layers' context keys and values come from one GEMM and are normed, rotated and scattered
@@ -43,6 +43,7 @@ from sglang.srt.speculative.flashmap.checkpoint import (
     draft_vocabulary,
 )
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.folded_noise import FoldedNoise
 from sglang.srt.speculative.flashmap.noise import noise_factor
 from torch import nn
 
@@ -259,9 +260,12 @@ class FlashMapDraftModel(nn.Module):
         self._fold_head(lm_head[:vocab], lm_head_bias, logit_scale)
         self._jumps = [self._jump_constants(s, t) for s, t in serve.jumps]
         self._uniform = self._uniform_embedding()
-        self._noise_factor = (
-            noise_factor(self.embedding).to(self.dtype) if len(self._jumps) == 1 else None
-        )
+        self._folded_noise = self._noise_factor = None
+        if len(self._jumps) == 1 and serve.folds_noise(self.embedding.device):
+            self._folded_noise = self._fold_noise(self._jumps[0])
+        elif len(self._jumps) == 1:
+            factor = noise_factor(self.embedding) * serve.noise_temperature
+            self._noise_factor = factor.to(self.dtype)
 
     def _draft_ids(self, serve: FlashMapServeConfig) -> Optional[torch.Tensor]:
         """Token ids of the draft vocabulary ``(Vd,)``, or None for the whole vocabulary."""
@@ -343,6 +347,19 @@ class FlashMapDraftModel(nn.Module):
         mean = (uniform @ self.embedding).to(self.dtype)
         return rms_norm(mean, self.state_norm.weight, self.config.rms_norm_eps)
 
+    def _fold_noise(self, jump: "JumpConstants") -> FoldedNoise:
+        return FoldedNoise.fold(
+            self.embedding,
+            uniform=self._uniform,
+            norm_weight=self.noise_norm.weight,
+            weight=self.x_embed.weight,
+            bias=self.x_embed.bias,
+            gate=jump.noise_gate,
+            eps=self.config.rms_norm_eps,
+            temperature=self.serve.noise_temperature,
+            max_error=self.serve.noise_error,
+        )
+
     def _jump_constants(self, start: float, end: float) -> JumpConstants:
         times = torch.tensor([start, end], device=self.fc.weight.device)
         cond = self.time_embed(times[:1]) + self.jump_embed(times[1:])
@@ -370,7 +387,8 @@ class FlashMapDraftModel(nn.Module):
     def derived_bytes(self) -> int:
         """Bytes of what ``attach_target`` computed and keeps besides the checkpoint."""
         tensors = [self._folded_head, self._folded_bias, self._uniform, self._noise_factor]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        noise = self._folded_noise.bytes() if self._folded_noise is not None else 0
+        return noise + sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     # --- context ---------------------------------------------------------------------------
 
@@ -460,7 +478,9 @@ class FlashMapDraftModel(nn.Module):
 
     @property
     def noise_width(self) -> int:
-        """Standard normal draws per row: ``H`` for one jump, ``V`` for more."""
+        """Standard normal draws per row: at most ``H`` for one jump, ``V`` for more."""
+        if self._folded_noise is not None:
+            return self._folded_noise.width
         return self.config.target_hidden_size if len(self._jumps) == 1 else self.config.vocab_size
 
     def draft_logits(
@@ -486,16 +506,9 @@ class FlashMapDraftModel(nn.Module):
         """
         rope = rope_table(positions, self.config.head_dim, self.config.rope_theta)
         if len(self._jumps) == 1:
-            embedded = skinny_linear(noise.to(self.dtype), self._noise_factor)
-            hidden = self._dit(
-                self._mix(self._uniform, embedded, self._jumps[0]),
-                self._jumps[0],
-                rope,
-                context,
-                num_candidates,
-            )
-            return self._logits(hidden, out)
-        state = noise.float()
+            x = self._embed_noise(noise)
+            return self._logits(self._dit(x, self._jumps[0], rope, context, num_candidates), out)
+        state = noise.float() * self.serve.noise_temperature
         for jump in self._jumps:
             logits = self._jump_logits(state, jump, rope, context, num_candidates, out)
             if jump.end < 1.0:
@@ -504,6 +517,13 @@ class FlashMapDraftModel(nn.Module):
                     1.0 - jump.start
                 )
         return logits
+
+    def _embed_noise(self, noise: torch.Tensor) -> torch.Tensor:
+        """The embedded input of a single jump: ``(rows, noise_width) -> (rows, d)``."""
+        if self._folded_noise is not None:
+            return self._folded_noise(noise)
+        embedded = skinny_linear(noise.to(self.dtype), self._noise_factor)
+        return self._mix(self._uniform, embedded, self._jumps[0])
 
     def _logits(self, hidden: torch.Tensor, out: Optional[torch.Tensor]) -> torch.Tensor:
         """The folded head: ``(rows, d) -> (rows, Vd)``."""

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Literal, Optional
 
 import msgspec
 
@@ -27,3 +27,19 @@ class FlashMapSpecFields(msgspec.Struct):
         "draft checkpoint); 0 drafts over the whole vocabulary. Output is lossless either way. "
         "Default: the checkpoint's draft_vocab_size.",
     ] = None
+    speculative_flashmap_noise: A[
+        Literal["auto", "cholesky", "folded"],
+        "FLASHMAP only, drafts of one jump. How the draft's noise is embedded: one folded product, or "
+        "the Cholesky factor of the embedding's Gram matrix, then norm and projection. Both have the "
+        "same law. 'auto' is folded on a GPU.",
+    ] = "auto"
+    speculative_flashmap_noise_error: A[
+        float,
+        "FLASHMAP only. Leave directions out of the folded noise up to this relative root mean square "
+        "error of the noise term; 0 leaves out none. Output is lossless either way.",
+    ] = 0.0
+    speculative_flashmap_noise_temperature: A[
+        float,
+        "FLASHMAP only. Factor of the draft's starting noise. 0 drafts from one fixed state. Output is "
+        "lossless either way.",
+    ] = 1.0

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from sglang.srt.configs.flashmap import FlashMapConfig
 
 
@@ -26,6 +28,12 @@ class FlashMapServeConfig:
     """Tokens drafts are restricted to; 0: the whole vocabulary."""
     block_verification: bool
     """Block-wise instead of token-wise rejection for sampled requests."""
+    noise: str = "auto"
+    """How a single jump's noise is embedded: ``auto``, ``cholesky`` or ``folded``."""
+    noise_error: float = 0.0
+    """Relative error at which the folded form is cut; 0: not at all."""
+    noise_temperature: float = 1.0
+    """Factor of the draft's starting noise; 0 drafts from one fixed state."""
 
     def __post_init__(self) -> None:
         assert 2 <= self.verify_width <= self.block_size + 1, self
@@ -41,6 +49,12 @@ class FlashMapServeConfig:
         """The jumps ``(s, t)`` of a draft, in order."""
         return list(zip(self.grid[:-1], self.grid[1:]))
 
+    def folds_noise(self, device: torch.device) -> bool:
+        """Whether a single jump's noise takes the folded form on ``device``."""
+        if self.noise != "auto":
+            return self.noise == "folded"
+        return device.type == "cuda" or self.noise_error > 0
+
     @classmethod
     def from_spec(cls, spec, config: FlashMapConfig) -> "FlashMapServeConfig":
         """From the resolved ``get_spec()`` leaves and the draft's config."""
@@ -52,6 +66,9 @@ class FlashMapServeConfig:
                 spec.speculative_flashmap_draft_vocab_size, config
             ),
             block_verification=bool(spec.speculative_use_block_verification),
+            noise=spec.speculative_flashmap_noise,
+            noise_error=spec.speculative_flashmap_noise_error,
+            noise_temperature=spec.speculative_flashmap_noise_temperature,
         )
 
 

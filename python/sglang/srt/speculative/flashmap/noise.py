@@ -75,17 +75,23 @@ class SeedTable:
         self.seeds[req_pool_indices.long()] = values.to(self.seeds.device, non_blocking=True)
 
 
+def embedding_gram(embedding: torch.Tensor) -> torch.Tensor:
+    """``EᵀE (H, H)`` float64 of ``embedding`` ``E (V, H)``."""
+    hidden = embedding.shape[1]
+    gram = torch.zeros(hidden, hidden, dtype=torch.float64, device=embedding.device)
+    for rows in embedding.split(_VOCAB_CHUNK):
+        rows = rows.double()
+        gram.addmm_(rows.T, rows)
+    return gram
+
+
 def noise_factor(embedding: torch.Tensor) -> torch.Tensor:
     """``F (H, H)`` float64 with ``F Fᵀ = EᵀE`` of ``embedding`` ``E (V, H)``.
 
     ``z @ Fᵀ`` with standard normal ``z`` then has the law of ``x0 @ E`` with ``x0 ~ N(0, I_V)``.
     Cholesky, or the symmetric eigendecomposition where ``EᵀE`` is singular.
     """
-    hidden = embedding.shape[1]
-    gram = torch.zeros(hidden, hidden, dtype=torch.float64, device=embedding.device)
-    for rows in embedding.split(_VOCAB_CHUNK):
-        rows = rows.double()
-        gram.addmm_(rows.T, rows)
+    gram = embedding_gram(embedding)
     factor, info = torch.linalg.cholesky_ex(gram)
     if int(info) == 0 and bool(torch.isfinite(factor).all()):
         return factor

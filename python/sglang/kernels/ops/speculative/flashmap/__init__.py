@@ -24,6 +24,7 @@ _OPS = (
     ("filter_logits", "filter_logits"),
     ("noise", "uniform_noise"),
     ("noise", "gaussian_noise"),
+    ("noise", "normalise_noise"),
     ("sampler", "sample_draft"),
     ("skinny_linear", "skinny_linear"),
     ("tree", "plan_tree"),

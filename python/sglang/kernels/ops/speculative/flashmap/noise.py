@@ -6,11 +6,11 @@ same alone or in a batch, on every rank, eager or in a CUDA graph. ``uniform_noi
 bit would round the last middle to 1. ``gaussian_noise`` turns each quad's two pairs of uniforms
 into normals by Box-Muller (1958). The torch reference and the kernel give the same uniforms bit for
 bit, and normals that differ by the float32 rounding of log, sqrt, cos and sin.
+``normalise_noise`` prepares a row of normals for a product that an RMSNorm is folded into.
 """
 
-from __future__ import annotations
-
 import math
+from typing import Tuple
 
 import torch
 import triton
@@ -161,10 +161,119 @@ def gaussian_noise(
     return op(seeds, offsets, width, stream)
 
 
+def normalise_noise_torch(
+    noise: torch.Tensor,
+    variances: torch.Tensor,
+    gate: torch.Tensor,
+    offset: float,
+    dtype: torch.dtype,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Reference of :func:`normalise_noise`."""
+    sums = (noise.square() * variances).sum(dim=1)
+    return noise.to(dtype), gate * torch.rsqrt(sums + offset)
+
+
+@triton.jit
+def _normalise_kernel(
+    noise_ptr,
+    variances_ptr,
+    gate_ptr,
+    rounded_ptr,
+    scale_ptr,
+    width,
+    offset,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    z = tl.load(noise_ptr + row * width + column, mask=mask, other=0.0)
+    tl.store(rounded_ptr + row * width + column, z.to(rounded_ptr.dtype.element_ty), mask=mask)
+    variances = tl.load(variances_ptr + column, mask=mask, other=0.0)
+    total = tl.sum(z * z * variances, 0) + offset
+    tl.store(scale_ptr + row, tl.load(gate_ptr) * tl.rsqrt(total))
+
+
+def normalise_noise_triton(
+    noise: torch.Tensor,
+    variances: torch.Tensor,
+    gate: torch.Tensor,
+    offset: float,
+    dtype: torch.dtype,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Launcher of :func:`normalise_noise`."""
+    rows, width = noise.shape
+    assert noise.is_contiguous() and variances.shape == (width,) and variances.is_contiguous()
+    assert noise.dtype == variances.dtype == gate.dtype == torch.float32
+    rounded, scale = _normalise_fake(noise, variances, gate, offset, dtype)
+    if rows:
+        block = triton.next_power_of_2(width)
+        _normalise_kernel[(rows,)](
+            noise,
+            variances,
+            gate,
+            rounded,
+            scale,
+            width,
+            offset,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 8),
+            **launch_options(noise.device),
+        )
+    return rounded, scale
+
+
+def _normalise_fake(
+    noise: torch.Tensor,
+    variances: torch.Tensor,
+    gate: torch.Tensor,
+    offset: float,
+    dtype: torch.dtype,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    return noise.new_empty(noise.shape, dtype=dtype), noise.new_empty(noise.shape[0])
+
+
+_normalise_noise_op = register_custom_op(
+    normalise_noise_triton,
+    op_name="flashmap_normalise_noise",
+    mutates_args=[],
+    fake_impl=_normalise_fake,
+)
+
+
+def normalise_noise(
+    noise: torch.Tensor,
+    variances: torch.Tensor,
+    gate: torch.Tensor,
+    offset: float,
+    dtype: torch.dtype,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Noise rounded to ``dtype``, and the factor of each row that norms it.
+
+    Args:
+        noise: ``(R, width)`` float32, contiguous.
+        variances: ``(width,)`` float32, weight of each square.
+        gate: ``(1,)`` float32.
+        offset: added to the sum of squares.
+        dtype: of the rounded noise.
+
+    Returns:
+        ``noise (R, width)`` in ``dtype`` and ``gate · rsqrt(Σ variances · noise² + offset) (R,)`` float32.
+    """
+    op = _normalise_noise_op if noise.is_cuda else normalise_noise_torch
+    return op(noise, variances, gate, offset, dtype)
+
+
 __all__ = [
     "gaussian_noise",
     "gaussian_noise_torch",
     "gaussian_noise_triton",
+    "normalise_noise",
+    "normalise_noise_torch",
+    "normalise_noise_triton",
     "uniform_noise",
     "uniform_noise_torch",
     "uniform_noise_triton",

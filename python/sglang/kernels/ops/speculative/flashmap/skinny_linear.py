@@ -86,7 +86,8 @@ def skinny_linear_torch(
         else:
             torch.addmm(bias, x, weight.T, out=out)
     else:
-        y = x.float() @ weight.float().T
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = x.to(wide) @ weight.to(wide).T
         for factor in (scale, None if row_scale is None else row_scale[:, None]):
             y = y if factor is None else y * factor
         out.copy_(y if bias is None else y + bias)
