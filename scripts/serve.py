@@ -1,4 +1,6 @@
-"""`make serve`: sets up, gets the demo target and an untrained draft, serves them with FLASHMAP.
+"""`make serve`: sets up, gets the demo target and its draft, serves them with FLASHMAP.
+
+The demo target has a trained draft in drafts/; any other target gets an untrained one.
 
 Arguments this script does not know go to `sglang.launch_server` and win over the ones it passes
 itself. The server runs in the foreground in a process group of its own: Ctrl-C (or SIGTERM) ends
@@ -25,9 +27,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import demo_target
 import setup_env
 from fork.checkout import Checkout, here
 from fork.errors import ForkError
+from fork.upstream_wheel import sha256
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 10
@@ -56,6 +60,26 @@ def last_line(command: list[str]) -> str:
     if process.wait():
         raise ForkError(f"{Path(command[1]).name} failed; its own words are above.")
     return lines[-1]
+
+
+def shipped_draft(checkout: Checkout) -> Path | None:
+    """The demo target's trained draft in drafts/, None where a checkout leaves it out.
+
+    Raises ForkError when a file is not the one that the folder's SHA256SUMS lists.
+    """
+    folder = checkout.root / "drafts" / demo_target.NAME
+    sums = folder / demo_target.SUMS
+    if not sums.exists():
+        return None
+    for line in sums.read_text().splitlines():
+        expected, name = line.split(maxsplit=1)
+        path = folder / name
+        if not path.exists() or sha256(path) != expected:
+            raise ForkError(
+                f"{path} is {'damaged' if path.exists() else 'missing'}: "
+                "`git checkout drafts` brings it back."
+            )
+    return folder
 
 
 def demo_draft(checkout: Checkout, python: Path, target: Path) -> Path:
@@ -166,7 +190,7 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--model-path", "--model", help="default: the demo target")
-    parser.add_argument("--speculative-draft-model-path", help="default: an untrained draft")
+    parser.add_argument("--speculative-draft-model-path", help="default: drafts/ for the demo target, else untrained")
     parser.add_argument("--served-model-name", help="default: the name of the model's folder")
     options, passed_on = parser.parse_known_args()
     checkout = here()
@@ -179,7 +203,11 @@ def main() -> int:
         target = options.model_path
         if target is None:
             target = last_line([str(python), str(checkout.root / "scripts" / "demo_target.py")])
-        draft = options.speculative_draft_model_path or demo_draft(checkout, python, Path(target))
+        draft = options.speculative_draft_model_path
+        if draft is None and options.model_path is None:
+            draft = shipped_draft(checkout)
+        if draft is None:
+            draft = demo_draft(checkout, python, Path(target))
         model = options.served_model_name or Path(target).name
         command = [str(python), "-m", "sglang.launch_server", "--model-path", str(target)]
         command += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import demo_target
 import psutil
 import pytest
 import serve
@@ -111,6 +113,46 @@ def test_port_in_use_is_refused_before_anything_is_set_up(tmp_path: Path) -> Non
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith(f"error: port {port} of 127.0.0.1 cannot be used (Address")
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def draft(checkout: Checkout) -> Path:
+    """A small shipped draft in a checkout."""
+    folder = checkout.root / "drafts" / demo_target.NAME
+    folder.mkdir(parents=True)
+    lines = []
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text(name)
+        lines.append(f"{hashlib.sha256(name.encode()).hexdigest()}  {name}\n")
+    (folder / demo_target.SUMS).write_text("".join(lines))
+    return folder
+
+
+def test_shipped_draft_is_the_one_served(checkout: Checkout, draft: Path) -> None:
+    assert serve.shipped_draft(checkout) == draft
+
+
+def test_checkout_without_drafts_has_none(checkout: Checkout) -> None:
+    assert serve.shipped_draft(checkout) is None
+
+
+@pytest.mark.parametrize("fault", ["damaged", "missing"])
+def test_faulty_shipped_draft_is_refused(checkout: Checkout, draft: Path, fault: str) -> None:
+    weights = draft / "model.safetensors"
+    if fault == "missing":
+        weights.unlink()
+    else:
+        weights.write_text("model.safetensorz")
+    with pytest.raises(ForkError, match=f"model.safetensors is {fault}: `git checkout drafts`"):
+        serve.shipped_draft(checkout)
+
+
+def test_draft_in_this_repository_matches_its_sums() -> None:
+    folder = serve.shipped_draft(here())  # checks them
+    names = {line.split()[1] for line in (folder / demo_target.SUMS).read_text().splitlines()}
+    # What a server reads; `sha256sum` of these three makes the file anew.
+    assert names == {"config.json", "draft_vocab.safetensors", "model.safetensors"}
+    assert (folder / "model.safetensors").stat().st_size <= 20_000_000
 
 
 def running(member: psutil.Process) -> bool:
