@@ -36,6 +36,7 @@ def seen_shares(prompts: list[list[int]], files: TokenFiles) -> list[float]:
         table = np.unique(np.concatenate(known))
         for index, prompt in enumerate(prompts):
             if lengths[index] == length and prompt:
-                found = np.isin(ngrams(np.array(prompt), length), table)
-                shares[index] = float(found.mean())
+                grams = ngrams(np.array(prompt), length)
+                place = np.searchsorted(table, grams).clip(max=len(table) - 1)
+                shares[index] = float((table[place] == grams).mean())
     return shares
