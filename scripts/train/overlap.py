@@ -35,7 +35,7 @@ def seen_shares(prompts: list[list[int]], files: TokenFiles) -> list[float]:
         known = [ngrams(files[index].tokens, length) for index in range(len(files))]
         table = np.unique(np.concatenate(known))
         for index, prompt in enumerate(prompts):
-            if lengths[index] == length and prompt:
+            if lengths[index] == length and prompt and len(table):
                 grams = ngrams(np.array(prompt), length)
                 place = np.searchsorted(table, grams).clip(max=len(table) - 1)
                 shares[index] = float((table[place] == grams).mean())
