@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from sglang.kernels.ops.attention import verify_splitkv_gqa
 from sglang.kernels.ops.speculative.flashmap import (
     adaln,
     block_attention,
@@ -87,6 +88,7 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
             cross_attention.paged_cross_attention_triton(
                 q, pool, pool, table, longs, longs, None, head_weight, q_rope, 1e-6, splits=splits
             )
+        launch_verify_attention(dtype, pool, longs)
     logits = torch.zeros(ROWS, 5000, dtype=dtype)
     filter_logits.filter_logits_triton(logits, torch.zeros(ROWS), torch.zeros(ROWS, 3))
     ids = torch.zeros(5000, dtype=torch.int64)
@@ -104,6 +106,18 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
             skinny_linear.skinny_linear_triton(
                 x, square, weight, scale, scale[:ROWS], "gelu", out, tiles
             )
+
+
+def launch_verify_attention(dtype: torch.dtype, pool: torch.Tensor, longs: torch.Tensor) -> None:
+    """Trees of 17 drafts (a tail of rows in half precision) and of 65 (two row blocks)."""
+    k = pool.to(dtype)[:ROWS]
+    indptr = torch.zeros(2, dtype=torch.int32)
+    for group, length in ((4, 17), (4, 65)) if pool.dtype == dtype else ((4, 17),):
+        q = torch.zeros(ROWS, group * KV_HEADS, HEAD_DIM, dtype=dtype)
+        mask = torch.zeros(length, length, dtype=torch.bool)
+        verify_splitkv_gqa.verify_attention_triton(
+            q, k, k, q.clone(), pool, pool, indptr, indptr, longs, mask, length, 0.1, programs=9
+        )
 
 
 if __name__ == "__main__":

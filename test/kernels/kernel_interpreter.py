@@ -32,8 +32,10 @@ def interpret(pool: ProcessPoolExecutor, name: str, args: tuple, kwargs: dict) -
 
 
 def launcher(name: str) -> Callable:
-    module, _, function = name.partition(".")
-    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), f"{function}_triton")
+    """``module.op`` of the drafter's kernels, or an op's full path."""
+    module, _, function = name.rpartition(".")
+    module = module if "." in module else f"{PACKAGE}.{module}"
+    return getattr(importlib.import_module(module), f"{function}_triton")
 
 
 def _initialize() -> None:
