@@ -173,7 +173,7 @@ def test_cuts_fall_anywhere(seed: int, launch_and_args: Callable) -> None:
 
 
 def test_one_huge_prefix_among_tiny_ones_is_shared(launch_and_args: Callable) -> None:
-    """The huge one is cut into more runs than the merge takes at a time; the tiny ones are whole."""
+    """The huge one is cut into more runs than the merge takes at a time; tiny ones are whole."""
     args = make_args(torch.float32, [2, 1040, 0, 5], [2, 3, 2, 1], 2, 1, 16, 16)
     assert_near(run(launch_and_args, args, tiles=PLAIN, programs=70), exact(args))
 
