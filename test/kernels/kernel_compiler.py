@@ -97,7 +97,8 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
     for candidates, slots, width in ((1, 1, 2), (8, 16, 17), (64, 32, 129)):
         blocks = torch.zeros(ROWS, candidates, slots, dtype=torch.int64)
         plan = tree.TreePlan.empty(ROWS, width, blocks.device)
-        tree.plan_tree_triton(longs, blocks, longs > 0, plan.tensors())
+        for scores in (None, blocks.float()):
+            tree.plan_tree_triton(longs, blocks, longs > 0, plan.tensors(), scores)
     tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
     out = torch.zeros(ROWS, DIM, dtype=dtype)
     for weight_dtype in pool_dtypes:

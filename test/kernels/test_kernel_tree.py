@@ -28,7 +28,12 @@ SHAPES = {
     "odd-sizes": (5, 7, 11, 2),
     "wide": (16, 8, 65, 2),
 }
-LARGEST = (64, 32, 129, 2)
+# The limits; the interpreter takes seconds for wide trees of many slots, a GPU takes them together.
+LIMITS = {
+    "candidates-and-slots": (64, 32, 3, 2),
+    "width": (2, 3, 129, 2),
+    "all": pytest.param((64, 32, 129, 2), marks=pytest.mark.cuda),
+}
 
 
 def make(shape: tuple, rows: int) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
@@ -44,36 +49,67 @@ def assert_equal(actual: TreePlan, expected: TreePlan) -> None:
         assert values.dtype == wanted.dtype and torch.equal(values, wanted), field.name
 
 
-def plan_on_kernel(launch: Callable, anchors, candidates, width, chain) -> TreePlan:
+def some_scores(candidates: torch.Tensor) -> torch.Tensor:
+    """Few values, so that some are equal; some grow along a candidate, some are negative."""
+    return torch.randint(-1, 6, candidates.shape) / 5
+
+
+def plan_on_kernel(launch: Callable, anchors, candidates, width, chain, scores=None) -> TreePlan:
     """By the kernel, into buffers of other plans."""
     out = TreePlan.empty(len(candidates), width, candidates.device).tensors()
     for buffer in out:
         buffer.fill_(7)
-    _, args = launch("tree.plan_tree", anchors, candidates, chain, out)
-    return TreePlan(*args[-1])
+    _, args = launch("tree.plan_tree", anchors, candidates, chain, out, scores)
+    return TreePlan(*args[3])
 
 
+@pytest.mark.parametrize("scored", [False, True], ids=["votes", "scores"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_plan_is_the_dictionary_tries(shape: tuple) -> None:
+def test_plan_is_the_dictionary_tries(shape: tuple, scored: bool) -> None:
     anchors, candidates, width, chain = make(shape, rows=250)
-    plans = plan_tree(anchors, candidates, width, chain)
+    scores = some_scores(candidates) if scored else None
+    plans = plan_tree(anchors, candidates, width, chain, scores=scores)
     columns = {field.name: getattr(plans, field.name).tolist() for field in fields(TreePlan)}
     for row, (anchor, blocks, is_chain) in enumerate(
         zip(anchors.tolist(), candidates.tolist(), chain.tolist())
     ):
         actual = {name: values[row] for name, values in columns.items()}
-        assert actual == tree_oracle.plan(anchor, blocks, width, is_chain), (blocks, is_chain)
+        row_scores = scores[row].tolist() if scored else None
+        expected = tree_oracle.plan(anchor, blocks, width, is_chain, row_scores)
+        assert actual == expected, (blocks, is_chain, row_scores)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_kernel_plans_the_references_trees(shape: tuple, launch_and_args: Callable) -> None:
-    args = make(shape, rows=4)
+    args = make(shape, rows=4 if max(shape[:3]) < 16 else 1)
     assert_equal(plan_on_kernel(launch_and_args, *args), plan_tree_torch(*args))
 
 
-def test_kernel_plans_the_largest_tree(launch_and_args: Callable) -> None:
-    anchors, candidates, width, chain = make(LARGEST, rows=1)
-    candidates[0, 1::2, :20] = candidates[0, 0, :20]  # deep common prefixes
+@pytest.mark.parametrize("shape", [(4, 4, 9, 2), (3, 5, 5, 2)], ids=["4x4", "3x5"])
+def test_kernel_ranks_equal_votes_by_score(shape: tuple, launch_and_args: Callable) -> None:
+    args = make(shape, rows=4)
+    scores = some_scores(args[1])
+    expected = plan_tree_torch(*args, scores)
+    assert not torch.equal(expected.tokens, plan_tree_torch(*args).tokens)
+    assert_equal(plan_on_kernel(launch_and_args, *args, scores), expected)
+
+
+def test_scores_keep_close_values_apart(launch_and_args: Callable) -> None:
+    """Neighbouring float32 values, and zero beside the smallest normal one."""
+    score = torch.tensor([0.0, 2.0**-126, 0.5, 0.5 + 2.0**-24, 1.0])
+    candidates = torch.arange(1, 6).view(1, 5, 1)
+    args = (torch.tensor([9]), candidates, 6, torch.tensor([False]))
+    for plans in (
+        plan_tree(*args, scores=score.view(1, 5, 1)),
+        plan_on_kernel(launch_and_args, *args, score.view(1, 5, 1)),
+    ):
+        assert plans.tokens.tolist() == [[9, 5, 4, 3, 2, 1]]
+
+
+@pytest.mark.parametrize("shape", LIMITS.values(), ids=LIMITS)
+def test_kernel_plans_trees_at_the_limits(shape: tuple, launch_and_args: Callable) -> None:
+    anchors, candidates, width, chain = make(shape, rows=1)
+    candidates[0, 1::2, :20] = candidates[0, :1, :20]  # deep common prefixes
     args = (anchors, candidates, width, chain)
     assert_equal(plan_on_kernel(launch_and_args, *args), plan_tree_torch(*args))
 

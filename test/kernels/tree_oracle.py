@@ -13,30 +13,47 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Trie:
-    """Votes of every prefix of the candidates that are planned, and its first candidate."""
+    """Votes of every prefix of the candidates that are planned, its first candidate, and the least
+    score of that candidate up to there."""
 
     votes: Counter[Prefix]
     first: dict[Prefix, int]
+    scores: dict[Prefix, float]
 
     @classmethod
-    def of(cls, candidates: list[list[int]], chain: bool = False) -> Trie:
-        votes: Counter[Prefix] = Counter()
-        first: dict[Prefix, int] = {}
+    def of(
+        cls,
+        candidates: list[list[int]],
+        chain: bool = False,
+        scores: list[list[float]] | None = None,
+    ) -> Trie:
+        trie = cls(Counter(), {}, {})
         for index, block in enumerate(candidates[:1] if chain else candidates):
             for length in range(1, len(block) + 1):
-                votes[tuple(block[:length])] += 1
-                first.setdefault(tuple(block[:length]), index)
-        return cls(votes, first)
+                prefix = tuple(block[:length])
+                trie.votes[prefix] += 1
+                trie.first.setdefault(prefix, index)
+                score = 0.0 if scores is None else max(min(scores[index][:length]), 0.0)
+                trie.scores.setdefault(prefix, score)
+        return trie
 
     def kept(self, width: int) -> list[Prefix]:
         """The nodes in order, the root first."""
-        order = sorted(self.votes, key=lambda p: (-self.votes[p], len(p), self.first[p]))
+        order = sorted(
+            self.votes, key=lambda p: (-self.votes[p], -self.scores[p], len(p), self.first[p])
+        )
         return [(), *order[: width - 1]]
 
 
-def plan(anchor: int, candidates: list[list[int]], width: int, chain: bool) -> dict[str, object]:
+def plan(
+    anchor: int,
+    candidates: list[list[int]],
+    width: int,
+    chain: bool,
+    scores: list[list[float]] | None = None,
+) -> dict[str, object]:
     """What a row of a `TreePlan` has to be, by field."""
-    trie = Trie.of(candidates, chain)
+    trie = Trie.of(candidates, chain, scores)
     nodes = trie.kept(width)
     index = {prefix: i for i, prefix in enumerate(nodes)}
     padding = width - len(nodes)

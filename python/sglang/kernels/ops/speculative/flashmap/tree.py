@@ -4,7 +4,8 @@ The ``N`` candidates of a request are ``N`` independent samples of its next ``K`
 has a node per distinct prefix, and a node's votes, the candidates that pass through it, estimate
 the prefix's probability under the draft. The ``W - 1`` nodes with most votes are kept beside the
 root, ties going to the smaller depth, then to the smaller candidate. Votes never grow with depth,
-so this order lists parents first and keeps the parents of whatever it keeps.
+so this order lists parents first and keeps the parents of whatever it keeps. Scores, where given,
+rank nodes of equal votes before their depth does; most nodes have one vote.
 
 One program plans one request. What makes that short:
 
@@ -25,7 +26,7 @@ in one program, so small trees get one warp, whose reductions need no barrier.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import List
+from typing import List, Optional
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,9 @@ MAX_CANDIDATES = 64
 MAX_SLOTS = 32
 MAX_WIDTH = 129
 
-# A node's key, from the highest bit: votes 7, deepest slot - slot 5, last candidate - candidate 6,
-# parent's candidate 6.
+# A node's key, from the highest bit: votes 7, (score 31,) deepest slot - slot 5, last candidate -
+# candidate 6, parent's candidate 6. A score is a float32 of sign 0, whose bits order as it does.
+_SCORE_BITS = 31
 _SLOT_BITS = 5
 _CANDIDATE_BITS = 6
 
@@ -98,7 +100,11 @@ def _least(values: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 
 def plan_tree_torch(
-    anchors: torch.Tensor, candidates: torch.Tensor, width: int, chain: torch.Tensor
+    anchors: torch.Tensor,
+    candidates: torch.Tensor,
+    width: int,
+    chain: torch.Tensor,
+    scores: Optional[torch.Tensor] = None,
 ) -> TreePlan:
     """Reference of :func:`plan_tree`."""
     _, num_candidates, num_slots = candidates.shape
@@ -110,11 +116,15 @@ def plan_tree_torch(
     slot = torch.arange(num_slots, device=device)
     # A prefix is the node of the first candidate that has it.
     real = (owner == candidate) & (~chain[:, None, None] | (candidate == 0))
-    key = (votes * num_slots + (num_slots - 1 - slot)) * num_candidates - candidate
-    key = key.masked_fill(~real, -num_candidates).flatten(1)
-    key = F.pad(key, (0, max(width - 1 - key.shape[1], 0)), value=-num_candidates)
+    key = votes
+    if scores is not None:
+        least = scores.cummin(dim=-1).values.clamp_min(0)
+        key = (key << _SCORE_BITS) | least.contiguous().view(torch.int32)
+    key = (key * num_slots + (num_slots - 1 - slot)) * num_candidates
+    key = (key + (num_candidates - 1 - candidate)).masked_fill(~real, -1).flatten(1)
+    key = F.pad(key, (0, max(width - 1 - key.shape[1], 0)), value=-1)
     key, index = (x[:, : width - 1] for x in key.sort(dim=1, descending=True))
-    kept = key > -num_candidates
+    kept = key >= 0
     index = index.masked_fill(~kept, 0)
     node_candidate, node_slot = index // num_slots, index % num_slots
 
@@ -150,6 +160,11 @@ def plan_tree_torch(
 
 
 @triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
 def _plan_tree_kernel(
     anchors_ptr,
     candidates_ptr,
@@ -163,9 +178,12 @@ def _plan_tree_kernel(
     num_nodes_ptr,
     trie_nodes_ptr,
     distinct_ptr,
+    scores_ptr,
+    HAS_SCORES: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
+    SCORE_BITS: tl.constexpr,
     SLOT_BITS: tl.constexpr,
     CANDIDATE_BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -181,7 +199,8 @@ def _plan_tree_kernel(
     n = tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (n < N)[:, None] & (k < K)[None, :]
-    block = tl.load(candidates_ptr + n[:, None] * K + k[None, :], mask=inside, other=0)
+    offset = n[:, None] * K + k[None, :]
+    block = tl.load(candidates_ptr + offset, mask=inside, other=0)
     votes = tl.zeros((BLOCK_N, BLOCK_K), tl.int32)
     start = tl.zeros((BLOCK_N,), tl.int32)
     branch = tl.zeros((BLOCK_N,), tl.int32)
@@ -194,16 +213,23 @@ def _plan_tree_kernel(
         branch = tl.where(closer, m, branch)
     real = inside & (k[None, :] >= start[:, None]) & ((n == 0)[:, None] | is_tree)
     above = tl.where(k[None, :] > start[:, None], n[:, None], branch[:, None])
-    key = (votes << SLOT_BITS) | (last_slot - k)[None, :]
+    key = votes
+    if HAS_SCORES:
+        scores = tl.load(scores_ptr + request * (N * K) + offset, mask=inside, other=0.0)
+        scores = tl.maximum(tl.associative_scan(scores, 1, _smaller), 0.0)
+        key = (key.to(tl.int64) << SCORE_BITS) | scores.to(tl.int32, bitcast=True)
+    key = (key << SLOT_BITS) | (last_slot - k)[None, :]
     key = (key << CANDIDATE_BITS) | (last_candidate - n)[:, None]
     key = tl.where(real, (key << CANDIDATE_BITS) | above, -1)
     # The reshape may reorder: a key knows its place.
     key = tl.topk(tl.reshape(key, (BLOCK_N * BLOCK_K,), can_reorder=True), BLOCK_NODES)
+    kept = key >= 0
+    key = key.to(tl.int32)  # the score has served; the bits below it are left
 
     # The node of key i has index i + 1.
     i = tl.arange(0, BLOCK_NODES)
     inside_plan = i < W - 1
-    kept = inside_plan & (key >= 0)
+    kept &= inside_plan
     # -1 is no parent's candidate: padding then has no parent among the nodes.
     above_candidate = tl.where(kept, key & last_candidate, -1)
     candidate = last_candidate - ((key >> CANDIDATE_BITS) & last_candidate)
@@ -265,12 +291,17 @@ def _plan_tree_kernel(
 
 
 def plan_tree_triton(
-    anchors: torch.Tensor, candidates: torch.Tensor, chain: torch.Tensor, out: List[torch.Tensor]
+    anchors: torch.Tensor,
+    candidates: torch.Tensor,
+    chain: torch.Tensor,
+    out: List[torch.Tensor],
+    scores: Optional[torch.Tensor] = None,
 ) -> None:
     """Launcher of :func:`plan_tree`; ``out`` holds the tensors of a :class:`TreePlan`."""
     batch, num_candidates, num_slots = candidates.shape
     width = out[0].shape[1]
     assert all(x.is_contiguous() for x in (anchors, candidates, chain, *out))
+    assert scores is None or scores.is_contiguous()
     if batch == 0:
         return
     block_k = triton.next_power_of_2(num_slots)
@@ -282,9 +313,12 @@ def plan_tree_triton(
         candidates,
         chain,
         *out,
+        scores if scores is not None else candidates,
+        HAS_SCORES=scores is not None,
         N=num_candidates,
         K=num_slots,
         W=width,
+        SCORE_BITS=_SCORE_BITS,
         SLOT_BITS=_SLOT_BITS,
         CANDIDATE_BITS=_CANDIDATE_BITS,
         BLOCK_N=block_n,
@@ -295,7 +329,11 @@ def plan_tree_triton(
 
 
 def _fake_plan_tree(
-    anchors: torch.Tensor, candidates: torch.Tensor, chain: torch.Tensor, out: List[torch.Tensor]
+    anchors: torch.Tensor,
+    candidates: torch.Tensor,
+    chain: torch.Tensor,
+    out: List[torch.Tensor],
+    scores: Optional[torch.Tensor] = None,
 ) -> None:
     return None
 
@@ -314,6 +352,7 @@ def plan_tree(
     width: int,
     chain: torch.Tensor,
     *,
+    scores: torch.Tensor | None = None,
     out: TreePlan | None = None,
 ) -> TreePlan:
     """The verify trees of ``B`` requests; fixed shapes, nothing waits for the device.
@@ -325,6 +364,9 @@ def plan_tree(
         width: ``W``, 2 to 129. Nodes that a smaller trie leaves free are padding.
         chain: ``(B,)`` bool; True plans candidate 0 alone: nodes ``1 ... min(K, W - 1)`` are
             its slots in order.
+        scores: ``(B, N, K)`` float32, how likely a candidate's prefix up to each slot is; ranks
+            nodes of equal votes, higher first, before their depth. Negative scores count as 0,
+            and no score as more than those of the slots before it.
         out: buffers to write and return, of :meth:`TreePlan.empty`; new ones when None.
     """
     batch, num_candidates, num_slots = candidates.shape
@@ -332,13 +374,15 @@ def plan_tree(
     assert 2 <= width <= MAX_WIDTH
     assert anchors.shape == chain.shape == (batch,)
     assert anchors.dtype == candidates.dtype == torch.int64 and chain.dtype == torch.bool
+    if scores is not None:
+        assert scores.shape == candidates.shape and scores.dtype == torch.float32
     if out is None:
         out = TreePlan.empty(batch, width, candidates.device)
     assert out.tokens.shape == (batch, width)
     if candidates.is_cuda:
-        _plan_tree_op(anchors, candidates, chain, out.tensors())
+        _plan_tree_op(anchors, candidates, chain, out.tensors(), scores)
     else:
-        plan = plan_tree_torch(anchors, candidates, width, chain)
+        plan = plan_tree_torch(anchors, candidates, width, chain, scores)
         for buffer, values in zip(out.tensors(), plan.tensors(), strict=True):
             buffer.copy_(values)
     return out
