@@ -32,6 +32,11 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.srt.utils.custom_op import register_custom_op
 
 MAX_CANDIDATES = 64
@@ -189,7 +194,10 @@ def _plan_tree_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_NODES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     last_slot: tl.constexpr = (1 << SLOT_BITS) - 1
     last_candidate: tl.constexpr = (1 << CANDIDATE_BITS) - 1
     request = tl.program_id(0).to(tl.int64)
@@ -325,6 +333,7 @@ def plan_tree_triton(
         BLOCK_K=block_k,
         BLOCK_NODES=block_nodes,
         num_warps=min(max(largest_tile // 512, 1), 16),
+        **launch_options(candidates.device),
     )
 
 

@@ -17,6 +17,11 @@ from typing import Tuple
 import torch
 import triton
 import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.launch import (
+    launch_dependents,
+    launch_options,
+    wait_for_inputs,
+)
 from sglang.srt.utils.custom_op import register_custom_op
 
 
@@ -56,7 +61,10 @@ def _walk_tree_kernel(
     width,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     tokens_ptr += request * width
     first_child_ptr += request * width
@@ -105,6 +113,7 @@ def walk_tree_triton(
             DEPTH=depth,
             BLOCK=triton.next_power_of_2(depth),
             num_warps=1,
+            **launch_options(tokens.device),
         )
     return path, num_correct
 
