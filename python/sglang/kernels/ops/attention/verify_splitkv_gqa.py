@@ -14,7 +14,9 @@ computed on the device from ``kv_indptr``; the launch depends on shapes and on t
 it can be captured in a CUDA graph. A program that holds a unit whole writes its output. A unit that
 was cut leaves one normalised partial output and log-sum-exp per run, and a second kernel, one group
 of programs per cut, merges them: ``out = sum_s 2**(lse_s - max) out_s / sum_s 2**(lse_s - max)``. A
-program cuts at most two units, at its two ends, so two slots of scratch a program are enough.
+program cuts at most two units, at its two ends, so two slots of scratch a program are enough. On
+sm_90 and later the merge is launched with the first kernel (programmatic dependent launch), finds
+its cut, and waits for that kernel's end only then.
 
 Row blocks: wgmma multiplies tiles of 64 rows, and 17 tokens of 4 heads are 68. A row block is
 therefore ``block_m`` rows and a tail of ``tail_m`` rows that share the loads of keys and values:
@@ -38,6 +40,7 @@ from typing import NamedTuple, Optional
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 try:
     from sglang.srt.utils.custom_op import register_custom_op
@@ -75,6 +78,11 @@ def _sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def choose_tiles(rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> Tiles:
@@ -371,8 +379,12 @@ def _verify_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     # Programs: (row block, run of tiles).
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
     ROWS: tl.constexpr = BLOCK_M + TAIL_M
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     block = tl.program_id(0)
@@ -696,6 +708,7 @@ def _verify_merge_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
     MERGERS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
     FEW_RUNS: tl.constexpr = 4,
     FEW_ROWS: tl.constexpr = 16,
     MANY_RUNS: tl.constexpr = 64,
@@ -707,6 +720,9 @@ def _verify_merge_kernel(
     line = tl.sum(tiles, 0)
     quota = tl.maximum(tl.cdiv(line, programs), min_tiles)
     at = cut * quota
+    if DEPENDENT:
+        # Every program, also those without a cut: when this kernel has ended, so has the first.
+        gdc_wait()
     if at >= line:
         return
     b = tl.sum((ends <= at).to(tl.int32), 0).to(tl.int64)
@@ -816,6 +832,7 @@ def verify_attention_triton(
     lse = scratch[: row_blocks * 2 * programs * tiles.rows]
     partial = scratch[lse.numel() :]
     block_dv = triton.next_power_of_2(v_head_dim)
+    dependent = _dependent_launch(q.device)
     # One compiled kernel for most batch sizes.
     block_b = max(64, triton.next_power_of_2(batch))
     _verify_kernel[(row_blocks, programs)](
@@ -867,6 +884,8 @@ def verify_attention_triton(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv,
         BLOCK_B=block_b,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -890,6 +909,8 @@ def verify_attention_triton(
             BLOCK_DV=block_dv,
             BLOCK_B=block_b,
             MERGERS=_MERGERS,
+            DEPENDENT=dependent,
+            launch_pdl=dependent,
             num_warps=4,
         )
 
