@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from sglang.kernels.ops.speculative.flashmap.accepted_kv import (
+    move_accepted,
+    move_accepted_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.adaln import adaln, adaln_torch
 from sglang.kernels.ops.speculative.flashmap.block_attention import (
     block_self_attention,
@@ -25,6 +29,10 @@ from sglang.kernels.ops.speculative.flashmap.context_kv import (
 from sglang.kernels.ops.speculative.flashmap.cross_attention import (
     paged_cross_attention,
     paged_cross_attention_torch,
+)
+from sglang.kernels.ops.speculative.flashmap.full_mask import (
+    write_full_mask,
+    write_full_mask_torch,
 )
 from sglang.kernels.ops.speculative.flashmap.norm import (
     rms_norm,
@@ -45,6 +53,7 @@ from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree, walk_tr
 # The draft of Qwen3-8B.
 LAYERS, DIM, HEADS, HEAD_DIM, SLOTS, VOCAB = 6, 2048, 16, 128, 16, 32768
 EPS, THETA = 1e-6, 10_000.0
+TARGET_LAYERS, TARGET_KV_HEADS = 36, 8
 VERIFY_WIDTH, COMMITTED = 17, 4
 REPLAYS = 50
 
@@ -188,6 +197,34 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
             lambda args=args_walk: walk_tree_torch(*args),
             reference_is_capturable=False,
         )
+        cells = batch * width * (context + width)
+        args_mask = (plan.mask, lens, torch.empty(cells, dtype=torch.bool, device="cuda"))
+        yield Row(
+            f"write_full_mask W={width}",
+            cells,
+            lambda args=args_mask: write_full_mask(*args),
+            lambda args=args_mask: write_full_mask_torch(*args),
+            reference_is_capturable=False,
+        )
+
+    # The target's KV: four accepted drafts, each one slot from its place.
+    width, moved = VERIFY_WIDTH, COMMITTED
+    pool = [
+        torch.zeros(batch * width, TARGET_KV_HEADS, HEAD_DIM, **options)
+        for _ in range(2 * TARGET_LAYERS)
+    ]
+    window_slots = torch.randperm(batch * width, device="cuda").view(batch, width)
+    path = torch.full((batch, SLOTS + 1), -1, dtype=torch.int32, device="cuda")
+    path[:, 0] = 0
+    path[:, 1 : moved + 1] = torch.arange(2, moved + 2, device="cuda")
+    args_move = (pool, window_slots, path)
+    yield Row(
+        "move_accepted",
+        2 * batch * moved * size(*(buffer[0] for buffer in pool)),
+        lambda args=args_move: move_accepted(*args),
+        lambda args=args_move: move_accepted_torch(*args),
+        reference_is_capturable=False,
+    )
 
 
 def microseconds(call: Callable[[], object], capture: bool) -> float:

@@ -59,15 +59,16 @@ class OracleDraftModel(FlashMapDraftModel):
         wanted = []
         for (_, position, anchor), reference in zip(self._anchors, self._references):
             follows = self._replay.continuation(reference, position, anchor)
-            block = [
+            wanted += [
                 follows.token(
                     slot,
                     self.config.vocab_size,
-                    corrupted=self._corruption.hits(position, slot),
+                    corrupted=self._corruption.hits(position, slot, candidate),
+                    candidate=candidate,
                 )
+                for candidate in range(num_candidates)
                 for slot in range(self.config.block_size)
             ]
-            wanted += block * num_candidates
         columns = torch.tensor(wanted, device=noise.device)
         if self.draft_columns is not None:
             columns = self.draft_columns[columns].to(torch.int64)

@@ -28,34 +28,63 @@ class Reference:
 class Corruption:
     """Slot `i` is drafted wrong with probability `probabilities[i]` (the last one goes on).
 
-    Whether it is at a given anchor position is a fixed function of `(seed, position, slot)`.
+    Whether it is at a given anchor position is a fixed function of `(seed, position, slot)` and of
+    the candidate block, each of which is wrong elsewhere.
     """
 
     probabilities: tuple[float, ...] = (0.0,)
     seed: int = 0
 
-    def hits(self, position: int, slot: int) -> bool:
-        """Whether `slot` of the block after an anchor at `position` is wrong."""
-        digest = hashlib.blake2b(f"{self.seed}:{position}:{slot}".encode(), digest_size=8).digest()
+    def hits(self, position: int, slot: int, candidate: int = 0) -> bool:
+        """Whether `slot` of a candidate block after an anchor at `position` is wrong."""
+        key = f"{self.seed}:{position}:{slot}" + (f":{candidate}" if candidate else "")
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         uniform = int.from_bytes(digest, "little") / 2**64
         return uniform < self.probabilities[min(slot, len(self.probabilities) - 1)]
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a server verifies: chains of `block_size` drafts, or trees of `width - 1` nodes out of
+    `candidates` blocks."""
+
+    block_size: int
+    width: int
+    candidates: int = 1
+
+    def accepts(self, corruption: Corruption, anchor: int) -> int:
+        """Drafts of the block after position `anchor` that greedy verification accepts.
+
+        Nodes are prefixes of candidates; those that most candidates share are kept, the shorter
+        first, then those of the first candidate. Wrong slots differ from candidate to candidate.
+        """
+        votes: dict[tuple, tuple[int, int]] = {}
+        for candidate in range(self.candidates):
+            prefix: tuple = ()
+            for slot in range(self.block_size):
+                wrong = corruption.hits(anchor, slot, candidate)
+                prefix += (candidate if wrong else None,)
+                count, first = votes.get(prefix, (0, candidate))
+                votes[prefix] = (count + 1, first)
+        order = sorted(votes, key=lambda p: (-votes[p][0], len(p), votes[p][1]))
+        kept = set(order[: self.width - 1])
+        return max((len(p) for p in kept if not any(x is not None for x in p)), default=0)
+
+
 def predicted_accepts(
-    reference: Reference, corruption: Corruption, *, num_drafts: int, num_tokens: int
+    reference: Reference, corruption: Corruption, *, shape: Shape, num_tokens: int
 ) -> list[int]:
     """Accepted drafts of each verify step until `num_tokens` tokens of the greedy completion exist.
 
     The first token comes from the prefill. `reference.completion` must be longer than `num_tokens`
-    by `num_drafts`, since the last step may run past the end.
+    by the drafts of a step, since the last one may run past the end.
     """
-    assert len(reference.completion) >= num_tokens + num_drafts, "the reference is too short"
+    longest = min(shape.block_size, shape.width - 1)
+    assert len(reference.completion) >= num_tokens + longest, "the reference is too short"
     accepts = []
     done = 1
     while done < num_tokens:
-        anchor = len(reference.prompt) + done - 1
-        wrong = (slot for slot in range(num_drafts) if corruption.hits(anchor, slot))
-        accepts.append(next(wrong, num_drafts))
+        accepts.append(shape.accepts(corruption, len(reference.prompt) + done - 1))
         done += accepts[-1] + 1
     return accepts
 
@@ -106,9 +135,9 @@ class Continuation:
     known: tuple[int, ...]
     anchor: int
 
-    def token(self, slot: int, vocab_size: int, *, corrupted: bool) -> int:
+    def token(self, slot: int, vocab_size: int, *, corrupted: bool, candidate: int = 0) -> int:
         """Token id drafted at `slot`: the known one, or another than it when corrupted."""
         if slot >= len(self.known):
             return (self.anchor + slot + 1) % vocab_size
-        offset = 1 + (slot + self.anchor) % (vocab_size - 1) if corrupted else 0
+        offset = 1 + (slot + candidate + self.anchor) % (vocab_size - 1) if corrupted else 0
         return (self.known[slot] + offset) % vocab_size

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from drafts.folders import PACKAGE
-from drafts.replay import Corruption, Reference, predicted_accepts
+from drafts.replay import Corruption, Reference, Shape, predicted_accepts
 from e2e_prompts import LONG, RAW
 from serving import Server
 
 BLOCK_SIZE = 16
+CHAIN = Shape(BLOCK_SIZE, BLOCK_SIZE + 1)
 NUM_TOKENS = 128
 # Block starts are rejected now and then, long blocks pass now and then.
 CORRUPTION = Corruption((0.2, 0.08), seed=1)
@@ -59,11 +60,9 @@ class Case:
         tokens = self.completion[:NUM_TOKENS]
         return tokens[: tokens.index(stop_token) + 1] if stop_token in tokens else tokens
 
-    def accepts(self, num_tokens: int, num_drafts: int = BLOCK_SIZE) -> list[int]:
+    def accepts(self, num_tokens: int, shape: Shape = CHAIN) -> list[int]:
         """Drafts that an oracle of `CORRUPTION` gets accepted in each step."""
-        return predicted_accepts(
-            self.reference, CORRUPTION, num_drafts=num_drafts, num_tokens=num_tokens
-        )
+        return predicted_accepts(self.reference, CORRUPTION, shape=shape, num_tokens=num_tokens)
 
 
 def histogram(accepts: Sequence[int]) -> list[int]:

@@ -30,3 +30,15 @@ def sampling_info(
         need_min_p_sampling=min_ps is not None,
         max_top_k=max(top_ks) if bounded else None,
     )
+
+
+def requests_of(info: SimpleNamespace | None, size: int) -> list[SimpleNamespace]:
+    """Requests whose sampling parameters are those of `info`, greedy ones without it."""
+    if info is None:
+        temperatures, top_ks = [1.0] * size, [1] * size
+    else:
+        # As the requests gave them, not as float32 made them.
+        temperatures = [round(t, 6) for t in info.temperatures.view(-1).tolist()]
+        top_ks = info.top_ks.tolist()
+    params = [SimpleNamespace(temperature=t, top_k=k) for t, k in zip(temperatures, top_ks)]
+    return [SimpleNamespace(sampling_params=p) for p in params]

@@ -70,8 +70,8 @@ each_scenario = pytest.mark.parametrize("make", SCENARIOS.values(), ids=SCENARIO
 each_rule = pytest.mark.parametrize("block", [False, True], ids=["token-wise", "block-wise"])
 
 
-def is_lossless(chain: ToyChain, drafts: torch.Tensor, accepted: Accepted) -> bool:
-    estimate = chain.completed(drafts, accepted)
+def is_lossless(chain: ToyChain, accepted: Accepted) -> bool:
+    estimate = chain.completed(accepted)
     return (
         estimate.worst_cell < 5
         and estimate.total_variation < 3 * estimate.expected_total_variation
@@ -84,8 +84,8 @@ def is_lossless(chain: ToyChain, drafts: torch.Tensor, accepted: Accepted) -> bo
 @each_scenario
 def test_committed_text_has_the_targets_distribution(make: Callable, block: bool) -> None:
     chain = make()
-    drafts, accepted = chain.verify(DRAWS, block_verification=block)
-    assert is_lossless(chain, drafts, accepted)
+    _, accepted = chain.verify(DRAWS, block_verification=block)
+    assert is_lossless(chain, accepted)
 
     # The number of kept drafts is what the published algorithm gives, enumerated.
     expected = chain.accept_distribution(block_verification=block)
@@ -122,13 +122,13 @@ def test_a_draft_equal_to_the_target_is_kept_whole(block: bool) -> None:
 def test_one_request_over_many_positions(block: bool) -> None:
     """One seed at 100 000 anchors: successive steps of a request are as independent as requests."""
     chain = SCENARIOS["random"]()
-    drafts, accepted = chain.verify(
+    _, accepted = chain.verify(
         DRAWS,
         block_verification=block,
         seeds=torch.full((DRAWS,), 2**62 + 1),
         anchors=torch.arange(DRAWS),
     )
-    assert is_lossless(chain, drafts, accepted)
+    assert is_lossless(chain, accepted)
 
 
 @each_rule
@@ -185,10 +185,10 @@ BIASED_RULES = {
 def test_a_biased_rule_is_seen(biased: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = SCENARIOS["restricted" if biased == "columns-for-ids" else "three-drafts"]()
     monkeypatch.setattr(verify, *BIASED_RULES[biased])
-    drafts, accepted = chain.verify(DRAWS, block_verification=True)
-    estimate = chain.completed(drafts, accepted)
+    _, accepted = chain.verify(DRAWS, block_verification=True)
+    estimate = chain.completed(accepted)
     assert estimate.worst_cell > 8
-    assert not is_lossless(chain, drafts, accepted)
+    assert not is_lossless(chain, accepted)
 
 
 def test_greedy_keeps_the_longest_matching_prefix() -> None:
@@ -199,20 +199,30 @@ def test_greedy_keeps_the_longest_matching_prefix() -> None:
     assert accepted.bonus.tolist() == [1, 4, 1, 3, 3]
 
 
-def test_out_tokens_are_the_kept_drafts_then_the_bonus() -> None:
+def test_tokens_of_a_chain_are_the_kept_drafts_then_the_bonus() -> None:
     drafts = torch.tensor([[5, 6, 7]] * 4)
-    accepted = Accepted(torch.arange(4), torch.tensor([10, 11, 12, 13]))
-    assert accepted.out_tokens(drafts).tolist() == [
-        [10, 10, 10, 10],
-        [5, 11, 11, 11],
-        [5, 6, 12, 12],
-        [5, 6, 7, 13],
-    ]
+    bonus = torch.tensor([10, 11, 12, 13])
+    accepted = Accepted.of_chain(drafts, torch.arange(4), bonus)
+    kept = [row[: n + 1] for n, row in enumerate(accepted.tokens.tolist())]
+    assert kept == [[10], [5, 11], [5, 6, 12], [5, 6, 7, 13]]
+    assert torch.equal(accepted.bonus, bonus)
+    rows = accepted.with_path().path
+    assert rows.dtype == torch.int32
+    assert rows.tolist() == [[0, -1, -1, -1], [0, 1, -1, -1], [0, 1, 2, -1], [0, 1, 2, 3]]
 
 
-def test_merge_takes_each_row_from_its_own_rule() -> None:
-    greedy = Accepted(torch.tensor([0, 1, 2]), torch.tensor([7, 8, 9]))
-    sampled = Accepted(torch.tensor([2, 2, 0]), torch.tensor([1, 2, 3]))
-    merged = merge_accepted(greedy, sampled, torch.tensor([True, False, True]))
-    assert merged.num_correct.tolist() == [0, 2, 2]
-    assert merged.bonus.tolist() == [7, 2, 9]
+@pytest.mark.parametrize("paths", [False, True], ids=["chains", "trees"])
+def test_merge_takes_each_row_from_its_own_rule(paths: bool) -> None:
+    walked = Accepted(torch.tensor([0, 1, 1]), torch.tensor([[7, 0], [8, 3], [9, 2]]))
+    if paths:
+        path = torch.tensor([[0, -1], [0, 4], [0, 2]], dtype=torch.int32)
+        walked = Accepted(walked.num_correct, walked.tokens, path)
+    rejected = Accepted(torch.tensor([1, 1, 0]), torch.tensor([[1, 2], [3, 4], [5, 6]]))
+    merged = merge_accepted(walked, rejected, torch.tensor([True, False, True]))
+    assert merged.num_correct.tolist() == [1, 1, 0]
+    assert merged.tokens.tolist() == [[1, 2], [8, 3], [5, 6]]
+    assert merged.bonus.tolist() == [2, 3, 5]
+    if not paths:
+        assert merged.path is None
+        return
+    assert merged.path.tolist() == [[0, 1], [0, 4], [0, -1]]

@@ -78,7 +78,7 @@ def test_filtered_drafts(top_k: int, top_p: float, min_p: float, block: bool) ->
     )
     assert accepted.num_correct.float().mean() > unfiltered.num_correct.float().mean()
     # The first two tokens of the text: committed ones, then draws of the target.
-    tokens = accepted.out_tokens(drafts)[:, :2]
+    tokens = accepted.tokens[:, :2]
     second = torch.multinomial(target[1], DRAWS, replacement=True)
     tokens[:, 1] = torch.where(accepted.num_correct >= 1, tokens[:, 1], second)
     cells = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2) / DRAWS

@@ -43,6 +43,7 @@ class Setting:
             temperatures=TEMPERATURES,
             active=torch.ones(SIZE, dtype=torch.int32),
             filters=torch.zeros(SIZE, 3),
+            chain=torch.zeros(SIZE, dtype=torch.bool),
         )
 
     def select(self, rows: list[int], padding: int = 0) -> DraftInputs:

@@ -94,6 +94,32 @@ ACCEPTED = {
     ),
     # A draft is safetensors, however the target is stored.
     "pickled-target": ("--load-format pt", dict(speculative_draft_load_format="safetensors")),
+    "trees": (
+        "--speculative-flashmap-tree-candidates 4",
+        dict(
+            speculative_eagle_topk=2,
+            speculative_num_draft_tokens=9,
+            speculative_flashmap_tree_budget=32,
+            speculative_flashmap_tree_temperature=0.3,
+        ),
+    ),
+    "wide-trees": (
+        "--speculative-flashmap-tree-candidates 4 --speculative-num-draft-tokens 33",
+        dict(speculative_num_draft_tokens=33),
+    ),
+    "one-candidate": (
+        "--speculative-flashmap-tree-candidates 1",
+        dict(speculative_eagle_topk=1, speculative_num_draft_tokens=9),
+    ),
+    "width": ("--speculative-flashmap-verify-width 5", dict(speculative_num_draft_tokens=5)),
+    "width-twice": (
+        "--speculative-flashmap-verify-width 5 --speculative-num-draft-tokens 5",
+        dict(speculative_num_draft_tokens=5),
+    ),
+    "width-auto": (
+        "--speculative-flashmap-verify-width auto --speculative-num-draft-tokens 4",
+        dict(speculative_num_draft_tokens=4),
+    ),
     "unquantized-draft": ("--speculative-draft-model-quantization unquant", {}),
 }
 
@@ -160,6 +186,27 @@ REFUSED = {
         "must be from 2 to 9 for this draft's block size 8",
     ),
     "width-10": ("--speculative-num-draft-tokens 10", "--speculative-num-draft-tokens 10 .*2 to 9"),
+    "width-wide": (
+        "--speculative-flashmap-verify-width 10",
+        "--speculative-flashmap-verify-width 10 .*2 to 9",
+    ),
+    "width-word": ("--speculative-flashmap-verify-width wide", "wide must be 'auto' or a number"),
+    "two-widths": (
+        "--speculative-flashmap-verify-width 5 --speculative-num-draft-tokens 6",
+        "-num-draft-tokens 6 and .*-verify-width 5 are two names of one number; leave one out",
+    ),
+    "tree-width": (
+        "--speculative-flashmap-tree-candidates 2 --speculative-num-draft-tokens 18",
+        "must be from 2 to 17 for 2 candidates of block size 8",
+    ),
+    "tree-width-129": (
+        "--speculative-flashmap-tree-candidates 64 --speculative-num-draft-tokens 130",
+        "must be from 2 to 129 for 64 candidates of block size 8",
+    ),
+    "candidates-65": ("--speculative-flashmap-tree-candidates 65", "must be from 0 .* to 64"),
+    "candidates-negative": ("--speculative-flashmap-tree-candidates -1", "must be from 0 .* to 64"),
+    "budget": ("--speculative-flashmap-tree-budget 0", "-budget 0 must be at least 1"),
+    "temperature": ("--speculative-flashmap-tree-temperature -1", "-1.0 must be at least 0"),
     "no-grid": (
         "--speculative-flashmap-num-steps 2",
         "--speculative-flashmap-num-steps 2: .* no jump grid for 2 steps; choose one of 1, 3",
@@ -230,6 +277,27 @@ def test_attention_backends_that_verify(
         return
     with pytest.raises(ValueError, match=f"--attention-backend {backend} on {device}; choose "):
         flashmap_hook._check_attention_backend(None)
+
+
+@pytest.mark.parametrize("device, fine", [("cuda", False), ("cpu", True)])
+@pytest.mark.parametrize("window", [None, 64])
+def test_trees_of_a_target_with_a_sliding_window(
+    device: str, fine: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = SimpleNamespace(
+        device=device,
+        speculative_flashmap_tree_candidates=4,
+        speculative_flashmap_tree_budget=32,
+        speculative_flashmap_tree_temperature=0.3,
+    )
+    model_config = SimpleNamespace(sliding_window_size=window)
+    monkeypatch.setattr(flashmap_hook, "resolving_view", lambda _: cfg)
+    monkeypatch.setattr(flashmap_hook, "model_config_of", lambda _: model_config)
+    if fine or window is None:
+        flashmap_hook._check_trees(None, SimpleNamespace(block_size=8))
+        return
+    with pytest.raises(ValueError, match="sliding window .64 tokens.*leave it out to verify chains"):
+        flashmap_hook._check_trees(None, SimpleNamespace(block_size=8))
 
 
 TARGETS = {

@@ -1,4 +1,4 @@
-"""How the worker chooses temperatures and accept rules per request of a mixed batch."""
+"""Which temperature and which accept rule each request of a mixed batch gets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sampling_fields import NO_TOP_K, sampling_info
-from sglang.srt.speculative.flashmap import worker as worker_module
+from sampling_fields import NO_TOP_K, requests_of, sampling_info
+from sglang.srt.speculative.flashmap import accept as accept_module
+from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
-from sglang.srt.speculative.flashmap.drafter import DraftBlock
+from sglang.srt.speculative.flashmap.drafter import DraftBlock, DraftInputs
+from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.verify import accept_greedy, accept_rejection, propose
 from sglang.srt.speculative.flashmap.worker import FlashMapWorker
 
@@ -17,31 +19,39 @@ BLOCK, WIDTH, VOCAB = 4, 4, 40
 IDS = torch.arange(0, VOCAB, 2)
 
 
-def make_worker(
+SEEDS = torch.tensor([11, 22, 33, 44, 55])
+
+
+def make_acceptor(
     *, restricted: bool = False, block_verification: bool = False, simulated: float = 0.0
-) -> FlashMapWorker:
-    """A worker of which only the rules are there: no target, no pools."""
-    worker = FlashMapWorker.__new__(FlashMapWorker)
+) -> Acceptor:
     columns = torch.zeros(VOCAB, dtype=torch.int32)
     columns[IDS] = torch.arange(len(IDS), dtype=torch.int32)
-    worker.serve = FlashMapServeConfig(
+    serve = FlashMapServeConfig(
         block_size=BLOCK,
         verify_width=WIDTH,
         grid=(0.0, 1.0),
         draft_vocab_size=len(IDS) if restricted else 0,
         block_verification=block_verification,
     )
-    worker.draft_model = SimpleNamespace(
+    model = SimpleNamespace(
         draft_ids=IDS if restricted else None, draft_columns=columns if restricted else None
     )
-    worker._seed_table = SimpleNamespace(seeds=torch.tensor([11, 22, 33, 44, 55]))
-    worker._simulated_length = simulated
-    return worker
+    return Acceptor(serve, model, SimpleNamespace(seeds=SEEDS), simulated)
+
+
+def accept(acceptor: Acceptor, batch: SimpleNamespace, draft: DraftBlock, logits: torch.Tensor):
+    anchors = torch.zeros(len(draft.tokens), dtype=torch.int64)
+    path = torch.ones(WIDTH, WIDTH, dtype=torch.bool).tril()
+    block = VerifyBlock.chain(anchors, draft.tokens[:, : WIDTH - 1], path)
+    rules = StepRules.of(batch, acceptor._serve)
+    return acceptor.accept(batch, rules, draft, block, logits)
 
 
 def make_step(info: SimpleNamespace | None, size: int, restricted: bool = False) -> tuple:
     """Batch, drafted block, verified drafts and target logits of a step of `size` requests."""
     batch = SimpleNamespace(
+        reqs=requests_of(info, size),
         sampling_info=info,
         seq_lens=torch.arange(size) + 9,
         req_pool_indices=torch.tensor([4, 0, 2])[:size],
@@ -60,10 +70,10 @@ def make_step(info: SimpleNamespace | None, size: int, restricted: bool = False)
 def test_a_greedy_batch_computes_no_distribution(
     info: SimpleNamespace | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "target_probs", None)
-    monkeypatch.setattr(worker_module, "propose", None)
+    monkeypatch.setattr(accept_module, "target_probs", None)
+    monkeypatch.setattr(accept_module, "propose", None)
     batch, block, drafts, logits = make_step(info, 3)
-    accepted = make_worker()._accept(batch, block, drafts, logits)
+    accepted = accept(make_acceptor(), batch, block, logits)
     expected = accept_greedy(drafts, logits.argmax(-1).view(3, WIDTH))
     assert torch.equal(accepted.num_correct, expected.num_correct)
     assert torch.equal(accepted.bonus, expected.bonus)
@@ -76,9 +86,9 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(block: bool, restricted:
     """Rows 0 and 2 sample, row 1 is greedy; γ = 3 drafts of a block of 4 are verified."""
     temperatures, top_ks = [0.8, 1.0, 1.3], [NO_TOP_K, 1, 12]
     info = sampling_info(temperatures, top_ks=top_ks)
-    worker = make_worker(restricted=restricted, block_verification=block)
+    acceptor = make_acceptor(restricted=restricted, block_verification=block)
     batch, draft, drafts, logits = make_step(info, 3, restricted)
-    accepted = worker._accept(batch, draft, drafts, logits)
+    accepted = accept(acceptor, batch, draft, logits)
 
     greedy = accept_greedy(drafts, logits.argmax(-1).view(3, WIDTH))
     assert accepted.num_correct[1] == greedy.num_correct[1]
@@ -92,8 +102,8 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(block: bool, restricted:
         draft.logits[:, : WIDTH - 1],
         drafts,
         temperatures=torch.tensor(temperatures),
-        ids=worker.draft_model.draft_ids,
-        column_of=worker.draft_model.draft_columns,
+        ids=acceptor._model.draft_ids,
+        column_of=acceptor._model.draft_columns,
     )
     expected = accept_rejection(
         drafts,
@@ -111,9 +121,9 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(block: bool, restricted:
 def test_a_simulated_accept_length_replaces_every_rule(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "SIMULATE_ACC_METHOD", "match-expected")
+    monkeypatch.setattr(accept_module, "SIMULATE_ACC_METHOD", "match-expected")
     batch, block, drafts, logits = make_step(sampling_info([1.0] * 3), 3)
-    accepted = make_worker(simulated=length)._accept(batch, block, drafts, logits)
+    accepted = accept(make_acceptor(simulated=length), batch, block, logits)
     assert accepted.num_correct.tolist() == [length - 1] * 3
     assert torch.equal(accepted.bonus, logits.argmax(-1).view(3, WIDTH)[:, length - 1])
 
@@ -123,7 +133,13 @@ def test_draft_inputs() -> None:
     info = sampling_info([0.7, 1.0, 0.0], top_ks=[NO_TOP_K, 1, NO_TOP_K])
     batch, *_ = make_step(info, 3)
     anchors = torch.tensor([7, 8, 9])
-    inputs = make_worker()._draft_inputs(batch, anchors)
+
+    def inputs_of(batch: SimpleNamespace) -> DraftInputs:
+        worker = FlashMapWorker.__new__(FlashMapWorker)
+        rules = StepRules.of(batch, make_acceptor()._serve)
+        return worker._draft_inputs(batch, anchors, rules)
+
+    inputs = inputs_of(batch)
     torch.testing.assert_close(inputs.temperatures, torch.tensor([0.7, 0.0, 1e-5]))
     assert torch.equal(inputs.anchors, anchors)
     assert torch.equal(inputs.seq_lens, batch.seq_lens)
@@ -134,9 +150,9 @@ def test_draft_inputs() -> None:
         inputs.filters, torch.tensor([[NO_TOP_K, 0, 0], [1, 0, 0], [NO_TOP_K, 0, 0]]).float()
     )
     batch.sampling_info = sampling_info([1.0] * 3, top_ps=[0.9, 1.0, 0.5], min_ps=[0.0, 0.2, 0.1])
-    filters = make_worker()._draft_inputs(batch, anchors).filters
+    filters = inputs_of(batch).filters
     torch.testing.assert_close(filters, torch.tensor([[0, 0.9, 0], [0, 0, 0.2], [0, 0.5, 0.1]]))
 
     batch.sampling_info = None
-    inputs = make_worker()._draft_inputs(batch, anchors)
+    inputs = inputs_of(batch)
     assert inputs.temperatures.tolist() == [0.0] * 3 and not inputs.filters.any()

@@ -123,9 +123,9 @@ class ToyChain:
         )
         return drafts, accepted
 
-    def completed(self, drafts: torch.Tensor, accepted: Accepted) -> Estimate:
+    def completed(self, accepted: Accepted) -> Estimate:
         """The distribution of the text: every row's committed tokens, continued by the target."""
-        tokens, draws = accepted.out_tokens(drafts), drafts.shape[0]
+        tokens, draws = accepted.tokens, len(accepted.tokens)
         mean = torch.zeros_like(self.joint())
         square = torch.zeros_like(mean)
         for kept in range(self.num_drafts + 1):

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from sglang.kernels.ops.attention import verify_splitkv_gqa
 from sglang.kernels.ops.speculative.flashmap import (
+    accepted_kv,
     adaln,
     block_attention,
     context_kv,
     cross_attention,
     filter_logits,
+    full_mask,
     noise,
     norm,
     rope,
@@ -99,7 +101,11 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         plan = tree.TreePlan.empty(ROWS, width, blocks.device)
         for scores in (None, blocks.float()):
             tree.plan_tree_triton(longs, blocks, longs > 0, plan.tensors(), scores)
-    tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
+        full_mask.write_full_mask_triton(plan.mask, longs, torch.zeros(9, dtype=torch.bool))
+    path, _ = tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
+    for pool_dtype in pool_dtypes:
+        pool = torch.zeros(9, KV_HEADS, HEAD_DIM).to(pool_dtype)
+        accepted_kv.move_accepted_triton([pool], plan.tokens, path)
     out = torch.zeros(ROWS, DIM, dtype=dtype)
     for weight_dtype in pool_dtypes:
         square, scale = torch.zeros(DIM, DIM).to(weight_dtype), torch.zeros(DIM)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from sglang.kernels.ops.speculative.flashmap import (
+    accepted_kv,
     adaln,
     block_attention,
     context_kv,
     cross_attention,
+    full_mask,
     norm,
     rope,
     sampler,
@@ -22,7 +24,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 15
+    assert len(OPS) == 17
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -85,6 +87,9 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                 path, num_correct = tree_walk.walk_tree(*(new(rows, 9, dtype=torch.int64),) * 4, 5)
                 assert path.shape == (rows, 5) and path.dtype == torch.int32
                 assert num_correct.shape == (rows,) and num_correct.dtype == torch.int64
+                assert accepted_kv.move_accepted(pool, new(rows, 9, dtype=torch.int64), path) is None
+                mask = new(rows, 9, 9, dtype=torch.bool)
+                assert full_mask.write_full_mask(mask, longs, new(99, dtype=torch.bool)) is None
                 kv = new(rows, layers, 2, kv_heads, head_dim)
                 weights = new(layers, head_dim)
                 assert (

@@ -20,25 +20,27 @@ from sglang.srt.arg_groups.overrides import (
     resolved_view,
     resolving_view,
 )
+from sglang.kernels.ops.speculative.flashmap.tree import MAX_CANDIDATES, MAX_SLOTS, MAX_WIDTH
 from sglang.srt.configs.flashmap import FlashMapConfig, FlashMapConfigError
 from sglang.srt.environ import envs
 from sglang.srt.speculative.flashmap.checkpoint import check_folder
 from sglang.srt.speculative.flashmap.config import resolve_draft_vocab_size
 
-# Backends that verify a chain of drafts, by device.
+# Backends that verify chains and trees of drafts, by device.
 VERIFY_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
 # Of a draft: these read safetensors files, and nothing else of its folder.
 DRAFT_LOAD_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "dummy")
 
 
 def handle_flashmap(server_args: Any) -> None:
-    """Validate ``server_args`` and declare ``W``, one step, one branch."""
+    """Validate ``server_args`` and declare ``W``, one step, one branch or several."""
     cfg = resolving_view(server_args)
     _refuse_unsupported(server_args)
     config = read_draft_config(cfg)
     _check_architecture(cfg, config)
     _check_target(server_args, config)
-    width = _resolve_verify_width(cfg, config)
+    _check_trees(server_args, config)
+    width = _resolve_verify_width(server_args, config)
     grid = config.grid(cfg.speculative_flashmap_num_steps)
     _check_noise(cfg, num_jumps=len(grid) - 1)
     load_format = _resolve_load_format(cfg)
@@ -47,7 +49,8 @@ def handle_flashmap(server_args: Any) -> None:
         server_args,
         "handle_flashmap",
         speculative_num_steps=1,
-        speculative_eagle_topk=1,
+        # To attention backends and graphs, above 1 is what says that verify inputs carry a tree's mask.
+        speculative_eagle_topk=2 if cfg.speculative_flashmap_tree_candidates > 1 else 1,
         speculative_num_draft_tokens=width,
         speculative_draft_load_format=load_format,
         # Unless asked for, the target's --quantization has become the draft's.
@@ -106,10 +109,12 @@ def _refuse_unsupported(server_args: Any) -> None:
             f"FLASHMAP drafts a block in one pass: leave out --speculative-num-steps "
             f"{cfg.speculative_num_steps} (jumps are --speculative-flashmap-num-steps)."
         )
-    if cfg.speculative_eagle_topk not in (None, 1):
+    # As given: a resolved one may be ours.
+    if server_args.speculative_eagle_topk not in (None, 1):
         raise ValueError(
-            f"FLASHMAP verifies chains: leave out --speculative-eagle-topk "
-            f"{cfg.speculative_eagle_topk}."
+            f"FLASHMAP does not branch by token: leave out --speculative-eagle-topk "
+            f"{server_args.speculative_eagle_topk} (trees are "
+            "--speculative-flashmap-tree-candidates)."
         )
 
 
@@ -186,18 +191,70 @@ def _check_target(server_args: Any, config: FlashMapConfig) -> None:
         )
 
 
-def _resolve_verify_width(cfg: Any, config: FlashMapConfig) -> int:
-    """``W``: the anchor and the drafts verified, ``K + 1`` unless asked for fewer."""
-    asked = cfg.speculative_num_draft_tokens
-    most = config.block_size + 1
-    if asked is None:
-        return most
-    if not 2 <= int(asked) <= most:
+def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
+    cfg = resolving_view(server_args)
+    candidates = cfg.speculative_flashmap_tree_candidates
+    if not 0 <= candidates <= MAX_CANDIDATES:
         raise ValueError(
-            f"--speculative-num-draft-tokens {asked} (the verify width, one more than the drafts "
-            f"verified) must be from 2 to {most} for this draft's block size {config.block_size}."
+            f"--speculative-flashmap-tree-candidates {candidates} must be from 0 (chains) to "
+            f"{MAX_CANDIDATES}."
         )
-    return int(asked)
+    if cfg.speculative_flashmap_tree_budget < 1:
+        raise ValueError(
+            f"--speculative-flashmap-tree-budget {cfg.speculative_flashmap_tree_budget} must be at "
+            "least 1: every request drafts one block."
+        )
+    if not cfg.speculative_flashmap_tree_temperature >= 0:
+        raise ValueError(
+            "--speculative-flashmap-tree-temperature "
+            f"{cfg.speculative_flashmap_tree_temperature} must be at least 0 (only greedy requests "
+            "get trees)."
+        )
+    if candidates < 2:
+        return
+    if config.block_size > MAX_SLOTS:
+        raise ValueError(
+            f"--speculative-flashmap-tree-candidates {candidates}: trees are planned from blocks of "
+            f"at most {MAX_SLOTS} tokens, and this draft's have {config.block_size}; leave it out to "
+            "verify chains."
+        )
+    window = model_config_of(server_args).sliding_window_size
+    if window is not None and window > 0 and not str(cfg.device).startswith("cpu"):
+        raise ValueError(
+            f"--speculative-flashmap-tree-candidates {candidates}: attention backends measure a "
+            f"sliding window ({window} tokens in this target) between tree nodes, not positions; "
+            "leave it out to verify chains."
+        )
+
+
+def _resolve_verify_width(server_args: Any, config: FlashMapConfig) -> int:
+    """``W``: the anchor and the drafts verified, ``K + 1`` unless asked for another."""
+    cfg = resolving_view(server_args)
+    flags = {"--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens}
+    own = cfg.speculative_flashmap_verify_width
+    if own != "auto":
+        if not own.isdecimal():
+            raise ValueError(
+                f"--speculative-flashmap-verify-width {own} must be 'auto' or a number of rows."
+            )
+        flags["--speculative-flashmap-verify-width"] = int(own)
+    asked = {flag: int(width) for flag, width in flags.items() if width is not None}
+    if len(set(asked.values())) > 1:
+        raise ValueError(
+            " and ".join(f"{flag} {width}" for flag, width in asked.items())
+            + " are two names of one number; leave one out."
+        )
+    candidates = max(1, cfg.speculative_flashmap_tree_candidates)
+    most = min(candidates * config.block_size + 1, MAX_WIDTH if candidates > 1 else 1 << 30)
+    for flag, width in asked.items():
+        if not 2 <= width <= most:
+            blocks = f"{candidates} candidates of" if candidates > 1 else "this draft's"
+            raise ValueError(
+                f"{flag} {width} (the verify width, one more than the drafts verified) must be "
+                f"from 2 to {most} for {blocks} block size {config.block_size}."
+            )
+        return width
+    return config.block_size + 1
 
 
 def _check_architecture(cfg: Any, config: FlashMapConfig) -> None:

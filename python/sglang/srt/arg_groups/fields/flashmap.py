@@ -43,3 +43,25 @@ class FlashMapSpecFields(msgspec.Struct):
         "FLASHMAP only. Factor of the draft's starting noise. 0 drafts from one fixed state. Output is "
         "lossless either way.",
     ] = 1.0
+    speculative_flashmap_tree_candidates: A[
+        int,
+        "FLASHMAP only. Candidate blocks per request, N, drafted in one pass from independent noise and "
+        "verified as one tree of their shared prefixes. 0 or 1 verifies chains. Requests above "
+        "--speculative-flashmap-tree-temperature get chains in either case.",
+    ] = 0
+    speculative_flashmap_tree_budget: A[
+        int,
+        "FLASHMAP only. Candidate blocks per batch: a batch of B requests drafts "
+        "clamp(budget // B, 1, N) for each.",
+    ] = 32
+    speculative_flashmap_tree_temperature: A[
+        float,
+        "FLASHMAP only, with trees. Sampled requests up to this temperature are verified as trees by "
+        "matching the target's own draws, hotter ones as chains by rejection, which accepts more there. "
+        "The distribution is the target's either way.",
+    ] = 0.3
+    speculative_flashmap_verify_width: A[
+        str,
+        "FLASHMAP only. Rows per request in a verify forward, W: the last token and W - 1 drafts. The "
+        "same as --speculative-num-draft-tokens; 'auto' is the block size plus one.",
+    ] = "auto"

@@ -2,7 +2,8 @@
 
 Read from the server arguments by ``FlashMapServeConfig.from_spec`` after ``arg_groups/
 flashmap_hook.py`` has validated them; nothing here reads the environment. Symbols: ``K`` block
-size, ``γ`` drafts verified (``γ ≤ K``), ``W = γ + 1`` verify width (``--speculative-num-draft-tokens``).
+size, ``W`` verify width (``--speculative-num-draft-tokens``), ``γ`` drafts on the longest path that is
+verified (``γ ≤ K``; ``W = γ + 1`` for chains), ``N`` candidate blocks per request.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class FlashMapServeConfig:
     block_size: int
     """Drafts per block, ``K``."""
     verify_width: int
-    """Rows per request in a verify forward, ``W``: the anchor and ``γ`` drafts."""
+    """Rows per request in a verify forward, ``W``: the anchor and ``W - 1`` drafts."""
     grid: tuple[float, ...]
     """Jump times ``(0, …, 1)``."""
     draft_vocab_size: int
@@ -34,15 +35,35 @@ class FlashMapServeConfig:
     """Relative error at which the folded form is cut; 0: not at all."""
     noise_temperature: float = 1.0
     """Factor of the draft's starting noise; 0 drafts from one fixed state."""
+    tree_candidates: int = 0
+    """Candidate blocks per request, ``N``; 0 and 1 verify chains."""
+    tree_budget: int = 32
+    """Candidate blocks per batch."""
+    tree_temperature: float = 0.3
+    """Sampled requests above it are verified as chains, by rejection, on a server of trees too."""
 
     def __post_init__(self) -> None:
-        assert 2 <= self.verify_width <= self.block_size + 1, self
+        most = max(self.tree_candidates, 1) * self.block_size + 1
+        assert 2 <= self.verify_width <= most, self
         assert self.grid[0] == 0.0 and self.grid[-1] == 1.0, self
 
     @property
+    def trees(self) -> bool:
+        """Whether the verify forward takes trees; a chain is then a tree without branches."""
+        return self.tree_candidates > 1
+
+    @property
     def num_drafts(self) -> int:
-        """Drafts verified per request and step, ``γ``."""
-        return self.verify_width - 1
+        """Drafts on the longest path verified, ``γ``."""
+        return min(self.block_size, self.verify_width - 1)
+
+    def rejects(self, temperature: float) -> bool:
+        """Whether a sampled request of this temperature is verified by rejection, on a chain."""
+        return not self.trees or temperature > self.tree_temperature
+
+    def candidates(self, batch_size: int) -> int:
+        """Candidate blocks per request of a batch: ``clamp(budget // B, 1, N)``."""
+        return max(1, min(self.tree_budget // batch_size, self.tree_candidates))
 
     @property
     def jumps(self) -> list[tuple[float, float]]:
@@ -69,6 +90,9 @@ class FlashMapServeConfig:
             noise=spec.speculative_flashmap_noise,
             noise_error=spec.speculative_flashmap_noise_error,
             noise_temperature=spec.speculative_flashmap_noise_temperature,
+            tree_candidates=spec.speculative_flashmap_tree_candidates,
+            tree_budget=spec.speculative_flashmap_tree_budget,
+            tree_temperature=spec.speculative_flashmap_tree_temperature,
         )
 
 

@@ -1,9 +1,12 @@
-"""``Drafter``: one block of drafts per request, in a CUDA graph where there is one.
+"""``Drafter``: blocks of drafts and their verify trees, in a CUDA graph where there is one.
 
 A draft reads a few small per-request tensors (``DraftInputs``), the draft KV pool and the seeds of
-the requests, and writes ``tokens (B, K)`` and the draft logits. Everything else is weights. So a
-graph per batch size needs no metadata from an attention backend and no host work but filling the
-inputs; padding rows are inactive: they write no context and attend to none.
+the requests, and writes ``tokens (B, K)`` and the draft logits. On a server of trees it drafts ``N``
+candidate blocks per request, side by side on the cross-attention's query axis so that the context
+is read once, and plans the trees; ``N`` depends on the batch's size alone. Candidate 0 is the same
+for every ``N``. Everything else is weights. So a graph per batch size needs no metadata from an
+attention backend and no host work but filling the inputs; padding rows are inactive: they write no
+context and attend to none.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ import torch
 from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
 from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
+from sglang.kernels.ops.speculative.flashmap.tree import TreePlan, plan_tree
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
+from sglang.srt.speculative.flashmap.plan import first_requests
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,8 @@ class DraftInputs:
     """1, or 0 for graph padding, int32."""
     filters: torch.Tensor
     """Top-k, top-p and min-p, 0 for none, float32 ``(B, 3)``."""
+    chain: torch.Tensor
+    """Whether the verify tree is candidate 0 alone, bool; read on a server of trees."""
 
     def __iter__(self):
         return iter(getattr(self, field.name) for field in fields(self))
@@ -56,6 +63,7 @@ class DraftInputs:
             zeros(torch.float32),
             zeros(torch.int32),
             torch.zeros(size, 3, dtype=torch.float32, device=device),
+            zeros(torch.bool),
         )
 
     def head(self, size: int) -> "DraftInputs":
@@ -68,9 +76,12 @@ class DraftBlock:
     """Drafts of ``B`` requests; valid until the next draft."""
 
     tokens: torch.Tensor
-    """Token ids ``(B, K)`` int64."""
+    """Token ids ``(B, K)`` int64 of candidate 0."""
     logits: torch.Tensor
-    """``(B, K, Vd)`` in the draft's dtype, -inf where a request's filters leave tokens out."""
+    """Its logits ``(B, K, Vd)`` in the draft's dtype, -inf where a request's filters leave tokens
+    out."""
+    tree: TreePlan | None = None
+    """What all candidates are verified as; None on a server of chains."""
 
 
 class Drafter:
@@ -108,7 +119,8 @@ class Drafter:
             static.active[size:].zero_()
         graph, block = self._graphs[captured]
         graph.replay()
-        return DraftBlock(block.tokens[:size], block.logits[:size])
+        tree = None if block.tree is None else first_requests(block.tree, size)
+        return DraftBlock(block.tokens[:size], block.logits[:size], tree)
 
     def _draft(self, inputs: DraftInputs, out: torch.Tensor | None = None) -> DraftBlock:
         model, slots = self.model, self.serve.block_size
@@ -127,16 +139,17 @@ class Drafter:
             active=inputs.active,
             context=context,
         )
+        candidates = self.serve.candidates(rows.shape[0])
+        per_request = candidates * slots
         steps = torch.arange(1, slots + 1, device=rows.device, dtype=torch.int64)
-        seeds = self.seed_table.seeds[rows].repeat_interleave(slots)
-        offsets = row_offsets(inputs.seq_lens, slots)
+        positions = inputs.seq_lens[:, None] + steps.repeat(candidates)
+        seeds = self.seed_table.seeds[rows].repeat_interleave(per_request)
+        offsets = row_offsets(inputs.seq_lens, per_request)
         noise = gaussian_noise(seeds, offsets, model.noise_width, Stream.DRAFT_NOISE.value)
-        logits = model.draft_logits(
-            noise, (inputs.seq_lens[:, None] + steps).reshape(-1), context, out=out
-        )
-        temperatures = inputs.temperatures.repeat_interleave(slots)
+        logits = model.draft_logits(noise, positions.view(-1), context, candidates, out=out)
+        temperatures = inputs.temperatures.repeat_interleave(per_request)
         # In place: what is sampled from here is what an accept rule takes as the proposal.
-        filter_logits(logits, temperatures, inputs.filters.repeat_interleave(slots, dim=0))
+        filter_logits(logits, temperatures, inputs.filters.repeat_interleave(per_request, dim=0))
         tokens = sample_draft(
             logits,
             model.draft_ids,
@@ -144,9 +157,12 @@ class Drafter:
             seeds,
             offsets,
             Stream.DRAFT_TOKEN.value,
-        )
-        size = rows.shape[0]
-        return DraftBlock(tokens.view(size, slots), logits.view(size, slots, -1))
+        ).view(-1, candidates, slots)
+        logits = logits.view(-1, candidates, slots, logits.shape[-1])
+        tree = None
+        if self.serve.trees:
+            tree = plan_tree(inputs.anchors, tokens, self.serve.verify_width, inputs.chain)
+        return DraftBlock(tokens[:, 0], logits[:, 0], tree)
 
     def replay(self, size: int) -> None:
         """Replay the graph of ``size`` requests on the inputs of the last draft (for benchmarks)."""
@@ -158,15 +174,15 @@ class Drafter:
     def capture(self, sizes: Sequence[int], device: torch.device | str) -> None:
         """Capture one graph per batch size, largest first so that smaller ones reuse its memory."""
         self._inputs = DraftInputs.allocate(max(sizes), device)
-        slots = self.serve.block_size
         # One buffer for all graphs: a graph's own output would stay allocated for its lifetime.
+        rows = {n: n * self.serve.candidates(n) * self.serve.block_size for n in sizes}
         self._logits = torch.empty(
-            max(sizes) * slots, self.model.draft_vocab_size, dtype=self.model.dtype, device=device
+            max(rows.values()), self.model.draft_vocab_size, dtype=self.model.dtype, device=device
         )
         pool = torch.cuda.graph_pool_handle()
         graphs = {}
         for size in sorted(set(sizes), reverse=True):
-            inputs, out = self._inputs.head(size), self._logits[: size * slots]
+            inputs, out = self._inputs.head(size), self._logits[: rows[size]]
             for _ in range(2):  # compiles the kernels and sizes cuBLAS workspaces
                 self._draft(inputs, out)
             torch.cuda.synchronize()

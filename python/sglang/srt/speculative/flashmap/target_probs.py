@@ -22,6 +22,15 @@ def row_temperatures(sampling_info) -> torch.Tensor:
     return sampling_info.temperatures.view(-1).float().clamp_min(1e-5)
 
 
+def is_filtered(sampling_info) -> bool:
+    """Whether some request of the batch asks for top-k, top-p or min-p."""
+    return (
+        sampling_info.need_top_k_sampling
+        or sampling_info.need_top_p_sampling
+        or sampling_info.need_min_p_sampling
+    )
+
+
 def filter_mask(
     probs: torch.Tensor,
     *,

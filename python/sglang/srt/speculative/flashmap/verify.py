@@ -1,10 +1,22 @@
-"""Accept rules: which drafts of a chain the target keeps, and the token it adds.
+"""Accept rules: which drafts the target keeps, and the token it adds.
 
-Every rule is lossless. ``x_1 … x_γ`` are the drafts, ``p_i`` the target's distribution after the
+Every rule is lossless. On a tree of any shape, with the target's choice drawn before it is looked
+at whether somebody drafted it:
+
+* Walk: the target chooses a token after every node; from the root, go to the child that holds the
+  chosen token until there is none, whose place the chosen token takes. Greedy requests choose the
+  argmax. Sampled ones choose by the Gumbel-max trick (``match``): the token with the largest
+  ``log p(x) + g(x)``, the noise ``g`` keyed by the request's seed and the position of the new token.
+  The token committed at a position is then that function of seed, position and the target's
+  distribution there: drafts decide how many tokens a step commits, never which, and a seeded text is
+  the same whatever was drafted. Nodes of one depth share their noise, but a path has one of them;
+  and what is drawn past the end of a path is never looked at, so that the next step may draw at
+  those positions again. The first token (``first_token.py``) is drawn by the same numbers.
+
+On a chain, ``x_1 … x_γ`` are the drafts, ``p_i`` the target's distribution after the
 anchor and ``x_1 … x_{i-1}``, ``q_i`` the draft's distribution of slot ``i`` given its noise (an
-exact proposal: given the noise the slots are independent draws from ``q_i``).
+exact proposal: given the noise the slots are independent draws from ``q_i``):
 
-* Greedy rows: keep drafts while they equal the target's argmax; add the argmax after them.
 * Token-wise rejection (Leviathan et al. 2023, Chen et al. 2023): keep ``x_i`` while
   ``u_i q_i(x_i) < p_i(x_i)``, ``u_i`` uniform; at the first failure sample from
   ``max(p_i - q_i, 0)``, after all ``γ`` from ``p_{γ+1}``.
@@ -12,6 +24,9 @@ exact proposal: given the noise the slots are independent draws from ``q_i``).
   ``r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i))`` and ``m_i = Σ_x max(r_i p_{i+1}(x) - q_{i+1}(x), 0)``,
   keep the longest prefix ``i`` with ``u_i < h_i = m_i / (m_i + 1 - r_i)`` (``h_γ = r_γ``); sample
   from ``max(r_i p_{i+1} - q_{i+1}, 0)``, after all from ``p_{γ+1}``. Never accepts fewer tokens.
+
+Rejection needs drafts that are draws from a known ``q``. Nodes of a tree that is cut by votes are
+not, and no ``q`` makes up for it: two rules that look alike, one of them biased.
 
 ``q`` lives on the draft vocabulary. Only the one row per request that is resampled is widened to
 the whole vocabulary; a greedy batch computes no distribution at all. No step waits for the device.
@@ -25,7 +40,14 @@ import torch
 
 from sglang.kernels.ops.speculative.flashmap.noise import uniform_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
+from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
+from sglang.kernels.ops.speculative.flashmap.tree_walk import path_tokens, walk_tree
 from sglang.srt.speculative.flashmap.noise import ROWS_PER_ANCHOR, Stream
+from sglang.srt.speculative.flashmap.target_probs import (
+    is_filtered,
+    row_temperatures,
+    target_probs,
+)
 
 
 @dataclass(frozen=True)
@@ -46,21 +68,85 @@ class Accepted:
 
     num_correct: torch.Tensor
     """Kept drafts ``(B,)`` int64, 0 … γ."""
-    bonus: torch.Tensor
-    """The target's own token after them ``(B,)`` int64; the next anchor."""
+    tokens: torch.Tensor
+    """Committed tokens ``(B, γ + 1)`` int64: kept drafts, then the target's own; the rest is not
+    committed."""
+    path: torch.Tensor | None = None
+    """Rows of the verify window that were kept ``(B, γ + 1)`` int32: the anchor's, then the drafts',
+    -1 after the end. None: rows ``0 … num_correct``."""
 
-    def out_tokens(self, drafts: torch.Tensor) -> torch.Tensor:
-        """Committed tokens ``(B, γ + 1)``: kept drafts, then the bonus (repeated as padding)."""
+    @property
+    def bonus(self) -> torch.Tensor:
+        """The target's own token after the drafts ``(B,)`` int64; the next anchor."""
+        return self.tokens.gather(1, self.num_correct[:, None])[:, 0]
+
+    @classmethod
+    def of_chain(
+        cls, drafts: torch.Tensor, num_correct: torch.Tensor, bonus: torch.Tensor
+    ) -> "Accepted":
+        """The first ``num_correct (B,)`` of ``drafts (B, γ)``, then ``bonus (B,)``."""
         columns = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-        padded = torch.cat([drafts, self.bonus[:, None]], dim=1)
-        return torch.where(columns < self.num_correct[:, None], padded, self.bonus[:, None])
+        padded = torch.cat([drafts, bonus[:, None]], dim=1)
+        kept = columns < num_correct[:, None]
+        return cls(num_correct, torch.where(kept, padded, bonus[:, None]))
+
+    def with_path(self) -> "Accepted":
+        """The same with ``path`` set."""
+        if self.path is not None:
+            return self
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device, dtype=torch.int32)
+        path = torch.where(columns <= self.num_correct[:, None], columns, -1)
+        return Accepted(self.num_correct, self.tokens, path)
 
 
 def accept_greedy(drafts: torch.Tensor, target_tokens: torch.Tensor) -> Accepted:
     """Greedy rule for ``drafts (B, γ)`` and the target's argmax ``target_tokens (B, γ + 1)``."""
     matches = drafts == target_tokens[:, :-1]
     num_correct = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    return Accepted(num_correct, target_tokens.gather(1, num_correct[:, None])[:, 0])
+    # Up to the first mismatch the argmax is the draft.
+    return Accepted(num_correct, target_tokens)
+
+
+def accept_walk(tree: TreePlan, chosen: torch.Tensor, num_drafts: int) -> Accepted:
+    """The walk along ``chosen (B, W)``, the target's token after each node, ``γ`` drafts at most."""
+    path, num_correct = walk_tree(
+        tree.tokens, tree.first_child, tree.next_sibling, chosen, num_drafts + 1
+    )
+    return Accepted(num_correct, path_tokens(path, chosen), path)
+
+
+def draw_nodes(
+    logits: torch.Tensor,
+    sampling_info,
+    *,
+    depths: torch.Tensor,
+    seeds: torch.Tensor,
+    anchors: torch.Tensor,
+) -> torch.Tensor:
+    """The target's draw after each node of ``B`` trees, ``(B, W)`` int64.
+
+    Args:
+        logits: ``(B · W, V)``, adjusted.
+        sampling_info: the batch's ``SamplingBatchInfo``.
+        depths: ``(B, W)`` integers; the token after a node comes ``depth + 1`` after the anchor.
+        seeds: request seeds ``(B,)``; anchors: anchor positions ``(B,)``, both int64.
+    """
+    width = depths.shape[1]
+    if is_filtered(sampling_info):
+        scores = target_probs(logits, sampling_info, width).flatten(0, 1).log_()
+        temperatures = torch.ones_like(scores[:, 0])
+    else:
+        # The draw needs no normalised distribution.
+        scores, temperatures = logits, row_temperatures(sampling_info).repeat_interleave(width)
+    chosen = sample_draft(
+        scores,
+        None,
+        temperatures,
+        seeds.repeat_interleave(width),
+        ((anchors[:, None] + depths) * ROWS_PER_ANCHOR).view(-1),
+        Stream.TARGET_TOKEN.value,
+    )
+    return chosen.view(-1, width)
 
 
 def propose(
@@ -112,7 +198,7 @@ def accept_rejection(
         scale = torch.ones_like(p[:, 0])
     weights = _residual(target, proposal, num_correct, scale)
     bonus = draw_target(weights, seeds=seeds, anchors=anchors)
-    return Accepted(num_correct, bonus)
+    return Accepted.of_chain(drafts, num_correct, bonus)
 
 
 def draw_target(
@@ -182,9 +268,13 @@ def _longest_block(
     return num_correct, padded.gather(1, num_correct[:, None])[:, 0]
 
 
-def merge_accepted(greedy: Accepted, sampled: Accepted, greedy_rows: torch.Tensor) -> Accepted:
-    """Per-row choice between two outcomes; ``greedy_rows (B,)`` bool."""
+def merge_accepted(walked: Accepted, rejected: Accepted, rejected_rows: torch.Tensor) -> Accepted:
+    """Per-row choice between two outcomes; ``rejected_rows (B,)`` bool."""
+    rows = rejected_rows[:, None]
+    if walked.path is not None:
+        rejected = rejected.with_path()
     return Accepted(
-        torch.where(greedy_rows, greedy.num_correct, sampled.num_correct),
-        torch.where(greedy_rows, greedy.bonus, sampled.bonus),
+        torch.where(rejected_rows, rejected.num_correct, walked.num_correct),
+        torch.where(rows, rejected.tokens, walked.tokens),
+        None if walked.path is None else torch.where(rows, rejected.path, walked.path),
     )

@@ -1,9 +1,10 @@
 """``FlashMapWorker``: the outline of a FLASHMAP step.
 
 Prefill: the target's forward captures the hidden states of the draft's target layers, which are
-written into the draft KV pool at the same slots as the target's KV. Decode: draft a block, verify
-its first ``γ`` tokens with the target in one forward of ``W = γ + 1`` rows per request, adjust the
-logits (penalties, grammar, bias), accept, write the accepted rows' hidden states as draft context.
+written into the draft KV pool at the same slots as the target's KV. Decode: draft a block or
+several, verify a chain or a tree of them with the target in one forward of ``W`` rows per request,
+adjust the logits (penalties, grammar, bias), accept, commit the accepted rows. Each has a module:
+``drafter``, ``plan``, ``target``, ``penalties``, ``accept`` and ``verify``, ``commit``.
 The state carried between steps is the bonus token and the committed length
 (``DFlashDraftInputV2``), so the scheduler's overlap mode, radix cache, chunked prefill and
 retraction work as for upstream's block drafters, whose hidden-state capture and placement are
@@ -39,8 +40,9 @@ from sglang.srt.speculative.draft_worker_common import (
 )
 from sglang.srt.speculative.dspark_components.dspark_kv_inject import TargetHiddenKvInjector
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
-from sglang.srt.speculative.dspark_components.dspark_verify import TargetVerifyExecutor
+from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.attention import select_context_attention
+from sglang.srt.speculative.flashmap.commit import Committer
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.draft_filters import draft_filters
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
@@ -52,29 +54,20 @@ from sglang.srt.speculative.flashmap.penalties import (
     penalize_block,
     penalize_resumed,
 )
-from sglang.srt.speculative.flashmap.target_probs import (
-    greedy_rows,
-    row_temperatures,
-    target_probs,
-)
-from sglang.srt.speculative.flashmap.verify import (
-    Accepted,
-    accept_greedy,
-    accept_rejection,
-    merge_accepted,
-    propose,
-)
+from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
+from sglang.srt.speculative.flashmap.target import TargetVerifier
+from sglang.srt.speculative.flashmap.target_probs import greedy_rows, row_temperatures
+from sglang.srt.speculative.flashmap.verify import Accepted
 from sglang.srt.speculative.spec_utils import (
-    SIMULATE_ACC_METHOD,
     GrammarTree,
     build_grammar_vocab_mask,
     draft_pp_context,
     draft_tp_context,
-    sample_simulated_acc_len,
 )
 from sglang.srt.utils import get_available_gpu_memory
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -123,7 +116,6 @@ class FlashMapWorker(BaseSpecWorker):
         self.draft_model = bundle.draft_model
         self.serve = FlashMapServeConfig.from_spec(get_spec(), self.draft_model.config)
         self.speculative_num_draft_tokens = self.serve.verify_width
-        self._simulated_length = float(envs.SGLANG_SIMULATE_ACC_LEN.get())
         self._position_offsets = build_block_pos_offsets(
             length=self.serve.verify_width, device=self.device
         )
@@ -219,13 +211,15 @@ class FlashMapWorker(BaseSpecWorker):
             verify_num_draft_tokens=self.serve.verify_width,
             block_pos_offsets=self._position_offsets,
         )
-        self._verifier = TargetVerifyExecutor(
-            target_worker=self.target_worker,
-            gamma=self.serve.num_drafts,
-            verify_num_draft_tokens=self.serve.verify_width,
-            model_runner=self.model_runner,
-            kv_injector=self._kv_injector,
-            tp_sync=None,
+        self._verifier = TargetVerifier(self.target_worker, self.serve.verify_width)
+        self._acceptor = Acceptor(
+            self.serve,
+            self.draft_model,
+            self._seed_table,
+            simulated_length=float(envs.SGLANG_SIMULATE_ACC_LEN.get()),
+        )
+        self._committer = Committer(
+            self._kv_injector, token_to_kv_pool_allocator, self.serve.verify_width
         )
 
     def init_attention_backends(self) -> None:
@@ -329,61 +323,67 @@ class FlashMapWorker(BaseSpecWorker):
             seq_lens_cpu=lens_bound,
         )
 
-        block = self._drafter.draft(self._draft_inputs(batch, bonus))
-        drafts = block.tokens[:, : self.serve.num_drafts]
-        verify_ids = torch.cat([bonus[:, None], drafts], dim=1)
+        rules = StepRules.of(batch, self.serve)
+        draft = self._drafter.draft(self._draft_inputs(batch, bonus, rules))
+        block = self._block(bonus, draft)
         # The copy to the host must start before the target's forward.
-        grammar_tree = GrammarTree.from_linear_chain(verify_ids) if batch.has_grammar else None
+        grammar_tree = block.grammar_tree() if batch.has_grammar else None
 
-        verified = self._verifier.run_non_compact(
-            batch=batch,
-            draft_input=draft_input,
-            verify_ids_2d=verify_ids,
-            verify_window=window,
-            sampling_info=None,  # it would add the bias before the penalties
-        )
+        verified = self._verifier.run(batch, block, window, lens_bound)
         output = verified.logits_output
         logits = output.next_token_logits
-        self._adjust(batch, logits, verify_ids, penalties, grammar_tree, grammar_barrier)
-        accepted = self._accept(batch, block, drafts, logits)
-        out_tokens = accepted.out_tokens(drafts)
-        self._record(penalties, prefix_lens + 1, out_tokens)
-        out_tokens = out_tokens.reshape(-1)
+        self._adjust(batch, logits, block, penalties, grammar_tree, grammar_barrier)
+        accepted = self._acceptor.accept(batch, rules, draft, block, logits)
+        self._record(penalties, prefix_lens + 1, accepted.tokens)
         commit_lens = (accepted.num_correct + 1).to(torch.int32)
         new_seq_lens = prefix_lens + commit_lens
         if batch.return_logprob:
-            compute_spec_logprobs(batch, output, out_tokens, chain_stride=width)
+            self._compute_logprobs(batch, output, accepted)
+        self._committer.commit(window, output.hidden_states, accepted, commit_lens)
+        output.hidden_states = None
         if on_publish is not None:
             on_publish(new_seq_lens)
-        # In this step: the next target forward overwrites the captured hidden states.
-        self._verifier.commit_hidden(
-            batch=batch,
-            layout=None,
-            hidden_strided=None,
-            verify_window=window,
-            logits_output=output,
-            commit_lens=commit_lens,
-            bs=prefix_lens.shape[0],
-            run_compact=False,
-        )
-        output.hidden_states = None
         return GenerationBatchResult(
             logits_output=output,
-            next_token_ids=out_tokens,
+            next_token_ids=accepted.tokens.reshape(-1),
             accept_lens=commit_lens,
             can_run_cuda_graph=verified.can_run_cuda_graph,
             next_draft_input=make_draft_input_v2(
                 bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
             ),
             speculative_num_draft_tokens=width,
+            speculative_output_stride=accepted.tokens.shape[1],
             new_seq_lens=new_seq_lens,
         )
+
+    def _block(self, bonus: torch.Tensor, draft: DraftBlock) -> VerifyBlock:
+        if draft.tree is not None:
+            return VerifyBlock.of_tree(draft.tree)
+        return VerifyBlock.chain(bonus, draft.tokens[:, : self.serve.num_drafts], self._chain_path)
+
+    def _compute_logprobs(
+        self, batch: "ScheduleBatch", output: "LogitsProcessorOutput", accepted: Accepted
+    ) -> None:
+        """Logprobs of the committed tokens, each from the logits of the row before it."""
+        tokens, path = accepted.tokens, accepted.path
+        if path is None:
+            compute_spec_logprobs(
+                batch, output, tokens.reshape(-1), chain_stride=self.serve.verify_width
+            )
+            return
+        size, width = len(tokens), self.serve.verify_width
+        first = torch.arange(0, size * width, width, device=path.device)
+        rows = torch.where(path < 0, -1, path + first[:, None])
+        # The last entry takes what lies after the ends of paths.
+        chosen = tokens.new_zeros(size * width + 1)
+        chosen[rows] = tokens
+        compute_spec_logprobs(batch, output, chosen, accept_index=rows)
 
     def _adjust(
         self,
         batch: "ScheduleBatch",
         logits: torch.Tensor,
-        verify_ids: torch.Tensor,
+        block: VerifyBlock,
         penalties: Optional[Penalties],
         grammar_tree: Optional[GrammarTree],
         grammar_barrier: Optional[Callable],
@@ -395,8 +395,8 @@ class FlashMapWorker(BaseSpecWorker):
                 penalties,
                 self._history,
                 lens=batch.seq_lens.to(torch.int64),
-                block=verify_ids,
-                path=self._chain_path.expand(len(verify_ids), -1, -1),
+                block=block.tokens,
+                path=block.path,
             )
         info = batch.sampling_info
         if grammar_tree is not None:
@@ -410,7 +410,7 @@ class FlashMapWorker(BaseSpecWorker):
             if mask is not None:
                 mask.apply(logits)
         if info is not None and info.logit_bias is not None:
-            logits.view(*verify_ids.shape, -1).add_(info.logit_bias[:, None])
+            logits.view(*block.tokens.shape, -1).add_(info.logit_bias[:, None])
 
     def _record(
         self, penalties: Optional[Penalties], starts: torch.Tensor, tokens: torch.Tensor
@@ -421,7 +421,9 @@ class FlashMapWorker(BaseSpecWorker):
             tokens = tokens.to(starts.device)[who.index]
             self._history.write(who.rows, starts[who.index].to(torch.int64), tokens)
 
-    def _draft_inputs(self, batch: "ScheduleBatch", bonus: torch.Tensor) -> DraftInputs:
+    def _draft_inputs(
+        self, batch: "ScheduleBatch", bonus: torch.Tensor, rules: StepRules
+    ) -> DraftInputs:
         size = bonus.shape[0]
         info = batch.sampling_info
         if info is None or info.is_all_greedy:
@@ -435,45 +437,5 @@ class FlashMapWorker(BaseSpecWorker):
             temperatures=temperatures,
             active=torch.ones(size, dtype=torch.int32, device=bonus.device),
             filters=draft_filters(info, size, bonus.device),
+            chain=rules.chain(size, bonus.device),
         )
-
-    def _accept(
-        self,
-        batch: "ScheduleBatch",
-        block: DraftBlock,
-        drafts: torch.Tensor,
-        logits: torch.Tensor,
-    ) -> Accepted:
-        width = self.serve.verify_width
-        target_tokens = logits.argmax(dim=-1).view(-1, width)
-        if self._simulated_length > 0:
-            return self._simulate(target_tokens)
-        greedy = accept_greedy(drafts, target_tokens)
-        info = batch.sampling_info
-        if info is None or info.is_all_greedy:
-            return greedy
-        sampled = accept_rejection(
-            drafts,
-            target_probs(logits, info, width),
-            propose(
-                block.logits[:, : self.serve.num_drafts],
-                drafts,
-                temperatures=row_temperatures(info),
-                ids=self.draft_model.draft_ids,
-                column_of=self.draft_model.draft_columns,
-            ),
-            seeds=self._seed_table.seeds[batch.req_pool_indices.to(torch.int64)],
-            anchors=batch.seq_lens.to(torch.int64),
-            block_verification=self.serve.block_verification,
-        )
-        if not info.is_any_greedy:
-            return sampled
-        return merge_accepted(greedy, sampled, greedy_rows(info))
-
-    def _simulate(self, target_tokens: torch.Tensor) -> Accepted:
-        """SGLANG_SIMULATE_ACC_LEN: benchmarks set the accept length, whatever was drafted."""
-        length = sample_simulated_acc_len(
-            self._simulated_length, SIMULATE_ACC_METHOD, self.serve.verify_width
-        )
-        num_correct = torch.full_like(target_tokens[:, 0], length - 1)
-        return Accepted(num_correct, target_tokens[:, length - 1])

@@ -29,6 +29,8 @@ _OPS = (
     ("skinny_linear", "skinny_linear"),
     ("tree", "plan_tree"),
     ("tree_walk", "walk_tree"),
+    ("full_mask", "write_full_mask"),
+    ("accepted_kv", "move_accepted"),
 )
 for _module, _name in _OPS:
     for _backend, _capabilities in (

@@ -33,7 +33,8 @@ _MAX_BLOCK_HEADS = 16
 
 
 @functools.cache
-def _address_table(addresses: Tuple[int, ...], device: torch.device) -> torch.Tensor:
+def address_table(addresses: Tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """``addresses`` as int64 on ``device``, kept for good."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
@@ -151,7 +152,7 @@ def write_context_kv_triton(
         k_weight,
         rope,
         slots,
-        _address_table(addresses, kv.device),
+        address_table(addresses, kv.device),
         key_buffers[0],
         commit_lens if commit_lens is not None else slots,
         rows // commit_lens.numel() if commit_lens is not None else 1,

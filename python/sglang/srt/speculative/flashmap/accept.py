@@ -1,0 +1,145 @@
+"""``Acceptor``: applies to each request of a batch the accept rule that ``plan.py`` gives it.
+
+A rule is computed for the whole batch if one of its requests has it, and each request takes the
+outcome of its own; a batch of one rule computes no other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.drafter import DraftBlock
+from sglang.srt.speculative.flashmap.noise import SeedTable
+from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
+from sglang.srt.speculative.flashmap.target_probs import (
+    greedy_rows,
+    row_temperatures,
+    target_probs,
+)
+from sglang.srt.speculative.flashmap.verify import (
+    Accepted,
+    accept_greedy,
+    accept_rejection,
+    accept_walk,
+    draw_nodes,
+    merge_accepted,
+    propose,
+)
+from sglang.srt.speculative.spec_utils import SIMULATE_ACC_METHOD, sample_simulated_acc_len
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.models.flashmap import FlashMapDraftModel
+
+
+class Acceptor:
+    """Accept rules of a serving process.
+
+    ``simulated_length``: upstream's SGLANG_SIMULATE_ACC_LEN for benchmarks, an accept length that
+    replaces every rule; 0: none.
+    """
+
+    def __init__(
+        self,
+        serve: FlashMapServeConfig,
+        model: "FlashMapDraftModel",
+        seed_table: SeedTable,
+        simulated_length: float = 0.0,
+    ) -> None:
+        self._serve = serve
+        self._model = model
+        self._seed_table = seed_table
+        self._simulated_length = simulated_length
+
+    def accept(
+        self,
+        batch: "ScheduleBatch",
+        rules: StepRules,
+        draft: DraftBlock,
+        block: VerifyBlock,
+        logits: torch.Tensor,
+    ) -> Accepted:
+        """The outcome for ``logits (B · W, V)``, adjusted, of the rows of ``block``."""
+        if self._simulated_length > 0:
+            return self._simulate(block, logits)
+        rejected = self._reject(batch, draft, logits) if rules.rejection else None
+        if rejected is not None and not (rules.greedy or rules.match):
+            return rejected
+        if block.tree is None:
+            walked = accept_greedy(block.tokens[:, 1:], self._argmax(logits))
+        else:
+            chosen = self._choose(batch, rules, block, logits)
+            walked = accept_walk(block.tree, chosen, self._serve.num_drafts)
+        if rejected is None:
+            return walked
+        return merge_accepted(walked, rejected, rules.rejected)
+
+    def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(dim=-1).view(-1, self._serve.verify_width)
+
+    def _choose(
+        self,
+        batch: "ScheduleBatch",
+        rules: StepRules,
+        block: VerifyBlock,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """The target's token after each node, ``(B, W)`` int64."""
+        if not rules.match:
+            return self._argmax(logits)
+        info = batch.sampling_info
+        drawn = draw_nodes(
+            logits, info, depths=block.tree.depths, seeds=self._seeds(batch), anchors=batch.seq_lens
+        )
+        if not rules.greedy:
+            return drawn
+        return torch.where(greedy_rows(info)[:, None], self._argmax(logits), drawn)
+
+    def _reject(
+        self, batch: "ScheduleBatch", draft: DraftBlock, logits: torch.Tensor
+    ) -> Accepted:
+        """Rejection on the chain of candidate 0, whose slot ``i`` is row ``i`` of its window."""
+        info, length = batch.sampling_info, self._serve.num_drafts
+        width = self._serve.verify_width
+        drafts = draft.tokens[:, :length]
+        if width > length + 1:  # a window of trees has more rows than a block has slots
+            logits = logits.view(-1, width, logits.shape[-1])[:, : length + 1].flatten(0, 1)
+        return accept_rejection(
+            drafts,
+            target_probs(logits, info, length + 1),
+            propose(
+                draft.logits[:, :length],
+                drafts,
+                temperatures=row_temperatures(info),
+                ids=self._model.draft_ids,
+                column_of=self._model.draft_columns,
+            ),
+            seeds=self._seeds(batch),
+            anchors=batch.seq_lens.to(torch.int64),
+            block_verification=self._serve.block_verification,
+        )
+
+    def _seeds(self, batch: "ScheduleBatch") -> torch.Tensor:
+        return self._seed_table.seeds[batch.req_pool_indices.to(torch.int64)]
+
+    def _simulate(self, block: VerifyBlock, logits: torch.Tensor) -> Accepted:
+        """An accept length whatever was drafted; in trees, of the rows that are furthest from their
+        places, so that all of them are moved."""
+        tokens = self._argmax(logits)
+        length = sample_simulated_acc_len(
+            self._simulated_length, SIMULATE_ACC_METHOD, self._serve.num_drafts + 1
+        )
+        num_correct = torch.full_like(tokens[:, 0], length - 1)
+        if block.tree is None:
+            return Accepted(num_correct, tokens)
+        path = torch.full(
+            (len(tokens), self._serve.num_drafts + 1), -1, dtype=torch.int32, device=tokens.device
+        )
+        path[:, 0] = 0
+        path[:, 1:length] = torch.arange(
+            self._serve.verify_width - length + 1, self._serve.verify_width, device=tokens.device
+        )
+        return Accepted(num_correct, tokens.gather(1, path.clamp_min(0).to(torch.int64)), path)

@@ -1,0 +1,103 @@
+"""What a step verifies, and by which rule: decided per request, never per batch.
+
+A server of chains (``--speculative-flashmap-tree-candidates`` 0 or 1) keeps the greedy prefix of a
+greedy request and rejects drafts of a sampled one. A server of trees verifies every request in the
+same graph, a chain being a tree without branches:
+
+| request | tree or chain | rule |
+|---|---|---|
+| greedy | tree | walk along the target's argmax |
+| sampled, ``T <=`` threshold | tree | walk along the target's own draws (``match``) |
+| sampled, ``T >`` threshold | chain: candidate 0 | token- or block-wise rejection |
+
+The rule depends on the request alone, so that a seeded request is answered the same in any batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.penalties import to_device
+from sglang.srt.speculative.spec_utils import GrammarTree
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """The accept rules of a batch of ``B`` requests."""
+
+    greedy: bool
+    """Whether some request is greedy; the same for the others. Known on the host, so that a step
+    launches only what its batch needs."""
+    match: bool
+    rejection: bool
+    rejected: torch.Tensor | None
+    """Requests under rejection ``(B,)`` bool; None unless some are and some are not."""
+
+    @classmethod
+    def of(cls, batch: "ScheduleBatch", serve: FlashMapServeConfig) -> "StepRules":
+        info = batch.sampling_info
+        if info is None or info.is_all_greedy:
+            return cls(greedy=True, match=False, rejection=False, rejected=None)
+        greedy, rejected = [], []
+        for req in batch.reqs:
+            params = req.sampling_params
+            greedy.append(params.top_k <= 1)  # what upstream makes of temperature 0
+            rejected.append(not greedy[-1] and serve.rejects(params.temperature))
+        mixed = any(rejected) and not all(rejected)
+        return cls(
+            greedy=any(greedy),
+            match=not all(g or r for g, r in zip(greedy, rejected)),
+            rejection=any(rejected),
+            rejected=to_device(rejected, torch.bool, batch.seq_lens.device) if mixed else None,
+        )
+
+    def chain(self, size: int, device: torch.device) -> torch.Tensor:
+        """Requests whose verify tree is candidate 0 alone, ``(B,)`` bool."""
+        if self.rejected is not None:
+            return self.rejected
+        return torch.full((size,), self.rejection, device=device)
+
+
+@dataclass(frozen=True)
+class VerifyBlock:
+    """The rows of a verify forward: ``W`` tokens a request, the anchor first."""
+
+    tokens: torch.Tensor
+    """``(B, W)`` int64."""
+    path: torch.Tensor
+    """``(B, W, W)`` bool: the tokens that each row comes after, its own included."""
+    tree: TreePlan | None
+    """None on a server of chains: row ``j`` comes after rows ``0 … j``."""
+
+    @classmethod
+    def chain(
+        cls, anchors: torch.Tensor, drafts: torch.Tensor, path: torch.Tensor
+    ) -> "VerifyBlock":
+        """``anchors (B,)``, ``drafts (B, γ)`` and the lower triangle ``path (W, W)``."""
+        tokens = torch.cat([anchors[:, None], drafts], dim=1)
+        return cls(tokens, path.expand(len(tokens), -1, -1), None)
+
+    @classmethod
+    def of_tree(cls, tree: TreePlan) -> "VerifyBlock":
+        return cls(tree.tokens, tree.mask, tree)
+
+    def grammar_tree(self) -> GrammarTree:
+        """What grammar masks are built over, on its way to the host."""
+        if self.tree is None:
+            return GrammarTree.from_linear_chain(self.tokens)
+        return GrammarTree.from_device(
+            self.tree.first_child, self.tree.next_sibling, self.tree.tokens
+        )
+
+
+def first_requests(tree: TreePlan, size: int) -> TreePlan:
+    """Views of the trees of the first ``size`` requests."""
+    return TreePlan(*(tensor[:size] for tensor in tree.tensors()))
