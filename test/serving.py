@@ -22,6 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,18 @@ class Server:
             body = response.read()
         return json.loads(body) if body else None
 
+    def stream(self, path: str, payload: Any, timeout: float = 300.0) -> Iterator[Any]:
+        """POST `payload` with `stream` set; the decoded events of the answer as they come."""
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(payload | {"stream": True}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+
     def generate(self, prompt: str | list[Any], **sampling_params: Any) -> Any:
         """`/generate` for one prompt or a list of them (texts or token id lists).
 
@@ -184,6 +197,14 @@ class Server:
         self.stop()
         command = " ".join(self.command)
         raise ServerFailed(f"{reason}\n{command}\n--- {self.log_path} ---\n{self.log(60)}")
+
+
+def with_habits(server: Server, *habits: str) -> Server:
+    """Give `server`, which runs on a CPU, some of the habits listed in `gpu_habits.py`."""
+    module = server.command.index("-m")
+    server.command[module : module + 2] = [str(Path(__file__).with_name("gpu_habits.py"))]
+    server.env["GPU_HABITS"] = ",".join(habits)
+    return server
 
 
 def _runs(process: psutil.Process) -> bool:

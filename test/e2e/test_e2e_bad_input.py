@@ -68,4 +68,4 @@ def test_a_start_ends_in_one_sentence(
         server.start()
     log = server.log()
     assert start.sentence in log.splitlines()[-1]
-    assert "Load weight begin" not in log
+    assert "Load weight begin" not in log and "Traceback" not in log

@@ -1,4 +1,4 @@
-"""Penalties and seeds against transformers, which counts every token before it chooses the next.
+"""Penalties, logit processors and seeds against transformers, which counts every token before it chooses the next.
 
 A server without speculation would not do as the reference: with overlap scheduling it counts a step
 late, and a request that was retracted starts anew.
@@ -6,11 +6,11 @@ late, and a request that was retracted starts anew.
 
 from __future__ import annotations
 
-import urllib.error
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ import torch
 from drafts.folders import write_oracle
 from drafts.replay import Corruption, Reference
 from e2e_cases import assert_pool_is_free, flashmap_server, flush_cache
+from e2e_processors import Force, Rhythm
 from serving import Server
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from tiny_model import write_tiny_model
 
 NUM_TOKENS = 80
@@ -44,6 +46,12 @@ PARAMS: dict[str, dict[str, Any]] = {
 REPEATS = "x" * 100  # goes on with repeats, so that every penalty changes it at once
 PROMPTS = ("Hello world", "The quick brown fox jumps over", "0 1 2 3 4 5", REPEATS)
 TOP_K = 3
+PROCESSORS = {
+    "force": (Force, dict(token=42)),
+    "rhythm": (Rhythm, dict(token=77)),
+    "disallowed": (DisallowedTokensLogitsProcessor, dict(token_ids=list(range(60, 90)))),
+}
+PROCESSED: dict[str, Any] = dict(temperature=0.0, max_new_tokens=48, ignore_eos=True)
 
 
 class Decoder:
@@ -119,8 +127,23 @@ def texts(decoder: Decoder) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
+def processed(decoder: Decoder) -> list[Case]:
+    """Greedy texts under the processors."""
+    found = []
+    for prompt in map(decoder.ids, PROMPTS[:2]):
+        for name, (processor, params) in PROCESSORS.items():
+            said: list[int] = []
+            while len(said) < PROCESSED["max_new_tokens"]:
+                logits = decoder.logits(prompt, [said], [{}])
+                req = SimpleNamespace(origin_input_ids=prompt, output_ids=said)
+                said.append(int(processor()(logits, [params | {"__req__": req}]).argmax()))
+            found.append(Case(name, prompt, said))
+    return found
+
+
+@pytest.fixture(scope="module")
 def server(
-    target: Path, texts: list[Case], tmp_path_factory: pytest.TempPathFactory
+    target: Path, texts: list[Case], processed: list[Case], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """Drafts mostly what comes next; a pool too small for all cases at once; short chunks."""
     from make_draft import main as make_draft
@@ -129,15 +152,17 @@ def server(
     sizes = ("--block-size", BLOCK, "--hidden-size", 64, "--layers", 1)
     arguments = ("--target", target, "--output", folder / "untrained", *sizes)
     assert not make_draft([str(a) for a in arguments])
-    references = [Reference(tuple(case.prompt), tuple(case.output)) for case in texts]
+    references = [Reference(tuple(case.prompt), tuple(case.output)) for case in texts + processed]
     write_oracle(
         folder / "oracle", folder / "untrained", references, Corruption((0.1, 0.05), seed=1)
     )
     limits = ("--max-total-tokens", 1000, "--chunked-prefill-size", 64)
     limits += ("--schedule-conservativeness", 0.1)
-    with flashmap_server(
+    running = flashmap_server(
         target, folder / "oracle", *limits, "--enable-custom-logit-processor"
-    ) as running:
+    )
+    running.env["PYTHONPATH"] += f":{Path(__file__).parent}"
+    with running:
         yield running
 
 
@@ -159,6 +184,18 @@ def test_mixed_batch_that_the_pool_cannot_hold(server: Server, texts: list[Case]
         assert answer["output_ids"] == case.output, case.name
     retracted = {c.name for c, a in zip(texts, answers) if a["meta_info"]["num_retractions"]}
     assert len(retracted) > len(PARAMS) // 2, "the pool held nearly everything"
+    assert_pool_is_free(server)
+
+
+def test_one_request_that_the_pool_cannot_hold(server: Server, texts: list[Case]) -> None:
+    """Nothing is left to retract: it ends, and the server goes on."""
+    case = texts[0]
+    answer = server.generate(case.prompt, max_new_tokens=1900, ignore_eos=True)
+    assert answer["output_ids"][: len(case.output)] == case.output
+    assert answer["meta_info"]["finish_reason"]["type"] in ("length", "abort")
+    assert 900 < len(answer["output_ids"]) < 1000
+    (again,) = ask(server, [case])
+    assert again["output_ids"] == case.output
     assert_pool_is_free(server)
 
 
@@ -290,22 +327,39 @@ def test_first_tokens_are_random_without_a_seed(server: Server, texts: list[Case
     assert len({answer["output_ids"][0] for answer in answers}) > 8
 
 
+# --- custom logit processors -----------------------------------------------------------------
+
+
+def test_logit_processors_see_the_block(
+    server: Server, processed: list[Case], texts: list[Case]
+) -> None:
+    """Each row of a block is processed as the request will be when it has said the drafts."""
+    free = next(case for case in texts if case.prompt == processed[0].prompt)
+    answers = server.request(
+        "/generate",
+        dict(
+            input_ids=[case.prompt for case in (free, *processed)],
+            sampling_params=[
+                dict(free.params, ignore_eos=True),
+                *(dict(PROCESSED, custom_params=PROCESSORS[case.name][1]) for case in processed),
+            ],
+            custom_logit_processor=[None, *(PROCESSORS[c.name][0].to_str() for c in processed)],
+            return_logprob=True,
+        ),
+    )
+    assert answers[0]["output_ids"][: len(free.output)] == free.output
+    for case, answer in zip(processed, answers[1:]):
+        assert answer["output_ids"] == case.output, case.name
+        meta = answer["meta_info"]
+        assert meta["num_retractions"] == 0
+        assert meta["spec_verify_ct"] < len(case.output) / 3, "no block was accepted"
+        assert len(meta["output_token_logprobs"]) == len(case.output)
+    forced = next(i for i, case in enumerate(processed) if case.name == "force")
+    assert set(answers[1 + forced]["output_ids"]) == {42}
+    assert all(p == 0 for p, *_ in answers[1 + forced]["meta_info"]["output_token_logprobs"])
+
+
 # --- what is refused, and what is not --------------------------------------------------------
-
-
-def test_logit_processors_are_refused(server: Server) -> None:
-    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
-
-    processor = DisallowedTokensLogitsProcessor.to_str()
-    sampling = dict(max_new_tokens=4, custom_params=dict(token_ids=[5]))
-    with pytest.raises(urllib.error.HTTPError) as error:
-        server.request(
-            "/generate",
-            dict(text="Hello", sampling_params=sampling, custom_logit_processor=processor),
-        )
-    assert error.value.code == 400
-    message = error.value.read().decode()
-    assert "FLASHMAP speculative decoding does not support custom_logit_processor" in message
 
 
 def test_stop_tokens_outside_the_vocabulary(server: Server, texts: list[Case]) -> None:

@@ -160,17 +160,9 @@ def test_top_k_of_one_is_greedy(oracle: Server, cases: dict[str, Case]) -> None:
 
 def stream(server: Server, payload: dict[str, Any], first: threading.Event) -> dict[str, Any]:
     """The last event of a streamed answer; `first` is set when the first one came."""
-    request = urllib.request.Request(
-        f"{server.url}/generate",
-        data=json.dumps(payload | {"stream": True}).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    last = {}
-    with urllib.request.urlopen(request, timeout=300) as response:
-        for line in response:
-            if line.startswith(b"data: {"):
-                last = json.loads(line[6:])
-                first.set()
+    last: dict[str, Any] = {}
+    for last in server.stream("/generate", payload):
+        first.set()
     return last
 
 
@@ -233,6 +225,12 @@ MALFORMED = {
     "bad-regex": ("/generate", b'{"text": "Hello", "sampling_params": {"regex": "(["}}'),
     "bad-schema": ("/generate", b'{"text": "a", "sampling_params": {"json_schema": "{7"}}'),
     "chat-without-messages": ("/v1/chat/completions", b'{"model": "m"}'),
+    "samples-without-end": ("/generate", b'{"text": "a", "sampling_params": {"n": 1000000000}}'),
+    "no-samples": ("/generate", b'{"text": "a", "sampling_params": {"n": 0}}'),
+    "more-logprobs-than-tokens": (
+        "/generate",
+        b'{"text": "Hello", "return_logprob": true, "top_logprobs_num": 10000000}',
+    ),
     "penalty-of-7": ("/generate", b'{"text": "a", "sampling_params": {"presence_penalty": 7}}'),
 }
 

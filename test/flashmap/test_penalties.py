@@ -204,6 +204,27 @@ def test_a_retracted_request_keeps_its_counts() -> None:
                 assert tokens[0].tolist() == req.output
 
 
+def test_a_running_request_in_a_prefill_counts_what_the_host_does_not_know() -> None:
+    """Under overlap scheduling a request joins a mixed chunk before its last step is processed."""
+    rng = random.Random(4)
+    for _ in range(20):
+        reqs = [random_request(rng, params) for params in PARAMS.values()]
+        for req in reqs:
+            req.known = rng.randint(1, len(req.output))
+        rows = rng.sample(range(ROWS), len(reqs))
+        history = TokenHistory(ROWS, CONTEXT, "cpu")
+        for req, row in zip(reqs, rows):
+            remember(history, req, row, rng)
+        batch = schedule_batch(reqs, rows, [len(req.prompt) + len(req.output) for req in reqs])
+        penalize_resumed(batch, history, batch.seq_lens)
+        info = batch.sampling_info
+        for i, req in enumerate(reqs):
+            additive, scaling = upstream_penalties([req], req.output)
+            assert torch.equal(info.acc_additive_penalties[i], additive[0])
+            if scaling is not None:
+                assert torch.equal(info.acc_scaling_penalties[i], scaling[0])
+
+
 def test_a_fresh_batch_scales_nothing() -> None:
     reqs = [Request(dict(repetition_penalty=1.2, min_new_tokens=2), [3], [])]
     batch = schedule_batch(reqs, [0], [1])

@@ -42,12 +42,18 @@ def test_what_the_scheduler_may_expect() -> None:
         "supports_target_verify_for_draft": True,
         "supports_prefill_shared_read_done": True,
         "supports_grammar_overlap": True,
-        "supports_mixed_chunk": False,
+        "supports_mixed_chunk": True,
         "supports_ragged_verify": False,
     }
     assert not FLASHMAP.carries_draft_hidden_states() and not FLASHMAP.need_topk()
     for is_draft_worker in (False, True):
         assert FLASHMAP.get_num_tokens_per_req_for_target_verify(17, is_draft_worker) == 17
+
+
+def test_forward_pass_metrics_have_its_steps() -> None:
+    from sglang.srt.managers.scheduler_components import metrics_reporter
+
+    assert FLASHMAP in metrics_reporter._SPEC_DECODE_SNAPSHOT_ALGORITHMS
 
 
 def test_the_worker() -> None:

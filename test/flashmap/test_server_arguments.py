@@ -120,6 +120,16 @@ ACCEPTED = {
         "--speculative-flashmap-verify-width auto --speculative-num-draft-tokens 4",
         dict(speculative_num_draft_tokens=4),
     ),
+    "fp8-cache": (
+        "--kv-cache-dtype fp8_e4m3",
+        dict(kv_cache_dtype="fp8_e4m3", speculative_draft_kv_cache_dtype="auto"),
+    ),
+    "draft-cache": (
+        "--speculative-draft-kv-cache-dtype fp8_e4m3",
+        dict(speculative_draft_kv_cache_dtype="fp8_e4m3"),
+    ),
+    "adapters": ("--enable-lora --max-lora-rank 8 --lora-target-modules all", {}),
+    "mixed-chunks": ("--enable-mixed-chunk", dict(enable_mixed_chunk=True)),
     "unquantized-draft": ("--speculative-draft-model-quantization unquant", {}),
 }
 
@@ -142,7 +152,6 @@ UNSUPPORTED = [
     "--enable-two-batch-overlap",
     "--enable-pdmux",
     "--model-impl transformers",
-    "--enable-mixed-chunk",
     "--speculative-adaptive",
     "--speculative-token-map map.pt",
     "--speculative-draft-window-size 64",
@@ -161,16 +170,11 @@ def test_unsupported_flags(resolve: Callable, flag: str) -> None:
         resolve(flag)
 
 
-def test_lora(resolve: Callable) -> None:
-    with pytest.raises(ValueError, match="LoRA is only compatible with .*, not FLASHMAP"):
-        resolve("--enable-lora --max-lora-rank 8 --lora-target-modules all")
-
-
 def test_all_unsupported_flags_are_named_at_once(resolve: Callable) -> None:
     with pytest.raises(
-        ValueError, match="--enable-mixed-chunk, --speculative-token-map; leave them"
+        ValueError, match="--enable-pdmux, --speculative-token-map; leave them"
     ):
-        resolve("--speculative-token-map map.pt --enable-mixed-chunk")
+        resolve("--speculative-token-map map.pt --enable-pdmux")
 
 
 REFUSED = {
@@ -242,6 +246,23 @@ REFUSED = {
 def test_refused_values(resolve: Callable, flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(flags)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logit_processors_end_overlap(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read a request's output on the host, which overlap scheduling knows a step late."""
+    declared: dict[str, Any] = {}
+    view = SimpleNamespace(
+        device=device, disable_overlap_schedule=False, enable_custom_logit_processor=True
+    )
+    monkeypatch.setattr(flashmap_hook, "resolving_view", lambda _: view)
+    monkeypatch.setattr(flashmap_hook, "declare_resolution", lambda *_, **f: declared.update(f))
+    flashmap_hook._resolve_schedule(None)
+    assert declared == dict(disable_overlap_schedule=True)
+    view.device, view.enable_custom_logit_processor = "cuda", False
+    declared.clear()
+    flashmap_hook._resolve_schedule(None)
+    assert not declared
 
 
 def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Sequence
 from drafts.folders import PACKAGE, write_oracle
 from drafts.replay import Corruption, Reference
 from make_draft import main as make_draft
-from serving import Server
+from serving import Server, with_habits
 from soak_catalog import Request
 from soak_client import ask
 from tiny_model import write_tiny_model
@@ -48,7 +48,7 @@ class Models:
     def plain(self, *args: object) -> Server:
         return Server("--model-path", self.target, *COMMON, *args, env=environment())
 
-    def flashmap(self, draft: Path, *args: object) -> Server:
+    def flashmap(self, draft: Path, *args: object, overlapped: bool = False) -> Server:
         server = Server(
             "--model-path", self.target, *COMMON,
             "--speculative-algorithm", "FLASHMAP",
@@ -58,6 +58,8 @@ class Models:
         )  # fmt: skip
         server.env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = PACKAGE
         server.env["PYTHONPATH"] += f":{TEST_FOLDER}"
+        if overlapped:
+            with_habits(server, "overlap")
         return server
 
 

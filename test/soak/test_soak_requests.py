@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.runtime_context import get_context
+from sglang.srt.sampling.request_bounds import MAX_SAMPLES, check_top_logprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.flashmap.request import validate_flashmap_request
 
 CHAT = dict(model="m", messages=[dict(role="user", content="Hello")])
 
@@ -38,11 +39,43 @@ def test_a_json_schema_needs_an_object(schema: Any) -> None:
 @pytest.mark.parametrize("count", [-1, 9, 2**31])
 def test_more_likeliest_tokens_than_there_are(count: int) -> None:
     """Looking for them would end the server."""
+    check_top_logprobs(8, vocab_size=8)
+    check_top_logprobs(None, vocab_size=8)
+    with pytest.raises(ValueError, match=f"asks for the {count} likeliest tokens, but there are 8"):
+        check_top_logprobs(count, vocab_size=8)
+
+
+@pytest.mark.parametrize("count", [0, -1, MAX_SAMPLES + 1, 10**12, 1.5, "3", True])
+def test_samples_out_of_bounds(count: Any) -> None:
+    """Copying the request so often would end the server."""
+    request = GenerateReqInput(text="a", sampling_params=dict(n=count))
+    with pytest.raises(ValueError, match=f"n, the number of samples, must be from 1 to {MAX_SAMPLES}"):
+        request.normalize_batch_and_arguments()
+
+
+@pytest.mark.parametrize("count", [None, 1, 3])
+def test_samples_within_bounds(count: int | None) -> None:
+    request = GenerateReqInput(text="a", sampling_params=dict(n=count))
+    request.normalize_batch_and_arguments()
+    assert request.parallel_sample_num == (count or 1)
+
+
+# --- aborts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stops, kept",
+    [(dict(stop_token_ids=[7]), [5, 6, 7]), (dict(max_new_tokens=4), [5, 6, 7, 8]), ({}, None)],
+    ids=["stop", "length", "none"],
+)
+def test_an_abort_keeps_nothing_after_an_end(stops: dict[str, Any], kept: list[int] | None) -> None:
+    """An abort arrives while the block 6, 7, 8, 9, 7 is verified."""
+    params = SamplingParams(**dict(max_new_tokens=20) | stops)
+    params.normalize(None)
     with get_context().override_server_args():
-        fields = dict(return_logprob=True, top_logprobs_num=count, vocab_size=8)
-        refused = Req("rid", "text", array("q", (1, 2)), SamplingParams(), **fields)
-        served = Req(
-            "rid", "text", array("q", (1, 2)), SamplingParams(), **fields | dict(top_logprobs_num=8)
-        )
-        assert f"asks for the {count} likeliest tokens" in validate_flashmap_request(refused)
-        assert validate_flashmap_request(served) is None
+        req = Req("rid", "text", array("q", (1, 2)), params, vocab_size=32)
+        req.output_ids = array("q", (5, 6, 7, 8, 9, 7))
+        req.to_finish = FINISH_ABORT()
+        req.update_finish_state(5)
+    assert isinstance(req.finished_reason, FINISH_ABORT) and req.to_finish is None
+    assert list(req.output_ids_through_stop) == (kept or [5, 6, 7, 8, 9, 7])

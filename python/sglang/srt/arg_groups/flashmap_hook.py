@@ -8,6 +8,7 @@ draft folder's tensors are checked from file headers here too, when the folder i
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
@@ -21,10 +22,13 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
 )
 from sglang.kernels.ops.speculative.flashmap.tree import MAX_CANDIDATES, MAX_SLOTS, MAX_WIDTH
+from sglang.srt.arg_groups.refusal import StartRefused
 from sglang.srt.configs.flashmap import FlashMapConfig, FlashMapConfigError
 from sglang.srt.environ import envs
 from sglang.srt.speculative.flashmap.checkpoint import check_folder
 from sglang.srt.speculative.flashmap.config import resolve_draft_vocab_size
+
+logger = logging.getLogger(__name__)
 
 # Backends that verify chains and trees of drafts, by device.
 VERIFY_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
@@ -33,7 +37,14 @@ DRAFT_LOAD_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "dummy"
 
 
 def handle_flashmap(server_args: Any) -> None:
-    """Validate ``server_args`` and declare ``W``, one step, one branch or several."""
+    """Validate ``server_args`` and declare ``W``, one step, one branch or several; else ``StartRefused``."""
+    try:
+        _handle_flashmap(server_args)
+    except ValueError as error:
+        raise StartRefused(str(error)) from error
+
+
+def _handle_flashmap(server_args: Any) -> None:
     cfg = resolving_view(server_args)
     _refuse_unsupported(server_args)
     config = read_draft_config(cfg)
@@ -53,13 +64,13 @@ def handle_flashmap(server_args: Any) -> None:
         speculative_eagle_topk=2 if cfg.speculative_flashmap_tree_candidates > 1 else 1,
         speculative_num_draft_tokens=width,
         speculative_draft_load_format=load_format,
+        # The draft's own, whatever the target's is: 8 bits cost accepted drafts.
+        speculative_draft_kv_cache_dtype=cfg.speculative_draft_kv_cache_dtype or "auto",
         # Unless asked for, the target's --quantization has become the draft's.
         speculative_draft_model_quantization=None,
     )
     _check_attention_backend(server_args)
-    if cfg.device == "cpu" and not cfg.disable_overlap_schedule:
-        # There is no second stream to overlap with.
-        declare_resolution(server_args, "handle_flashmap", disable_overlap_schedule=True)
+    _resolve_schedule(server_args)
 
 
 def _refuse_unsupported(server_args: Any) -> None:
@@ -85,7 +96,6 @@ def _refuse_unsupported(server_args: Any) -> None:
         "--enable-two-batch-overlap": bool(cfg.enable_two_batch_overlap),
         "--enable-pdmux": bool(cfg.enable_pdmux),
         "--model-impl transformers": cfg.model_impl == "transformers",
-        "--enable-mixed-chunk": bool(cfg.enable_mixed_chunk),
         "--speculative-adaptive": bool(server_args.speculative_adaptive),
         "--speculative-token-map": cfg.speculative_token_map is not None,
         "--speculative-draft-window-size": cfg.speculative_draft_window_size is not None,
@@ -315,6 +325,20 @@ def _check_folder(cfg: Any, config: FlashMapConfig, load_format: str) -> None:
     folder = Path(cfg.speculative_draft_model_path)
     if folder.is_dir():
         check_folder(folder, config, draft_vocab_size=resolve_draft_vocab_size(size, config))
+
+
+def _resolve_schedule(server_args: Any) -> None:
+    cfg = resolving_view(server_args)
+    if cfg.device == "cpu" and not cfg.disable_overlap_schedule:
+        # There is no second stream to overlap with, and results would come a step late.
+        declare_resolution(server_args, "handle_flashmap", disable_overlap_schedule=True)
+    elif cfg.enable_custom_logit_processor and not cfg.disable_overlap_schedule:
+        # They read a request's output on the host, which is complete only without overlap.
+        declare_resolution(server_args, "handle_flashmap", disable_overlap_schedule=True)
+        logger.info(
+            "FLASHMAP: --enable-custom-logit-processor switches overlap scheduling off, since "
+            "processors read each request's whole output."
+        )
 
 
 def _check_attention_backend(server_args: Any) -> None:

@@ -263,11 +263,12 @@ def _lines(index: torch.Tensor, width: int) -> torch.Tensor:
 def penalize_resumed(
     batch: "ScheduleBatch", history: TokenHistory, lens_bound: torch.Tensor
 ) -> None:
-    """Give a prefill's sampler the penalties of retracted requests, and ``history`` their outputs.
+    """Give a prefill's sampler the penalties of requests with output, and ``history`` that output.
 
-    Their prompts and outputs are prefilled again, and upstream's counts start anew. Replaces their
-    rows of the accumulated penalties in ``batch.sampling_info``, which is the caller's own and has
-    some, see ``Penalties.of``.
+    Retracted requests are prefilled with their output, and upstream's counts start anew; running
+    ones join a mixed chunk with their last token, and the host may not know all of them yet, but
+    ``history`` does. Replaces their rows of the accumulated penalties in ``batch.sampling_info``,
+    which is the caller's own and has some, see ``Penalties.of``. Output ends at ``batch.seq_lens``.
     """
     info = batch.sampling_info
     resumed = [place for place, req in enumerate(batch.reqs) if len(req.output_ids) > 0]
@@ -286,13 +287,16 @@ def penalize_resumed(
         ]
         for i, output in enumerate(outputs):
             history.write(who.rows[i : i + 1], who.starts[i : i + 1], output[None])
-        lens = to_device([len(output) for output in outputs], torch.int64, additive.device)
-        counts, _ = OutputCounts.before(who.starts + lens, who, history, additive.shape[1])
+        # What a chunk of a prompt alone samples is dropped.
+        ends = torch.maximum(batch.seq_lens[who.index].to(torch.int64), who.starts + 1)
+        counts, _ = OutputCounts.before(ends, who, history, additive.shape[1])
         additive[who.index] = counts.additive(who)
         if info.acc_scaling_penalties is not None:
             info.acc_scaling_penalties[who.index] = counts.factors(who)
     for place in resumed:
         req = batch.reqs[place]
-        if len(req.output_ids) < req.sampling_params.min_new_tokens:
-            stops = stop_tokens(req, additive.shape[1])
-            additive[place, to_device(stops, torch.int64, additive.device)] = float("-inf")
+        minimum = req.sampling_params.min_new_tokens
+        if len(req.output_ids) < minimum:
+            stops = to_device(stop_tokens(req, additive.shape[1]), torch.int64, additive.device)
+            short = batch.seq_lens[place] < len(req.origin_input_ids) + minimum
+            additive[place, stops] = additive[place, stops].masked_fill(short, float("-inf"))

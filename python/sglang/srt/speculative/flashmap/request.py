@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def validate_flashmap_request(req: "Req") -> Optional[str]:
     """One sentence naming what this request asks that FLASHMAP cannot honour, or None.
 
-    Drafts are verified a block at a time. Penalties are counted along the block; a logit processor
-    is the user's own code, which knows nothing of blocks.
+    Drafts are verified a block at a time, and only what a server returns of the tokens it keeps is
+    kept.
     """
     outside = _token_outside_vocabulary(req)
     if outside is not None:
@@ -20,21 +20,11 @@ def validate_flashmap_request(req: "Req") -> Optional[str]:
             f"The prompt holds token id {outside}, but the model's ids go from 0 to "
             f"{req.vocab_size - 1}; send ids of this model's tokenizer."
         )
-    asked = req.logprob.top_logprobs_num if req.return_logprob else 0
-    if req.vocab_size is not None and not 0 <= (asked or 0) <= req.vocab_size:
-        return (
-            f"The request asks for the {asked} likeliest tokens, but there are {req.vocab_size}; ask "
-            "for as many at most."
-        )
     offending = []
-    if req.custom_logit_processor:
-        offending.append("custom_logit_processor")
     if req.return_hidden_states_mode.need_capture():
         offending.append("return_hidden_states")
     if req.return_sampling_mask:
         offending.append("return_sampling_mask")
-    if req.lora_id is not None:
-        offending.append("a LoRA adapter")
     if not offending:
         return None
     return (

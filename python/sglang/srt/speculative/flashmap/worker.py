@@ -3,7 +3,7 @@
 Prefill: the target's forward captures the hidden states of the draft's target layers, which are
 written into the draft KV pool at the same slots as the target's KV. Decode: draft a block or
 several, verify a chain or a tree of them with the target in one forward of ``W`` rows per request,
-adjust the logits (penalties, grammar, bias), accept, commit the accepted rows. Each has a module:
+adjust the logits (penalties, grammar, bias, processors), accept, commit the accepted rows. Each has a module:
 ``drafter``, ``plan``, ``target``, ``penalties``, ``accept`` and ``verify``, ``commit``.
 The state carried between steps is the bonus token and the committed length
 (``DFlashDraftInputV2``), so the scheduler's overlap mode, radix cache, chunked prefill and
@@ -55,6 +55,7 @@ from sglang.srt.speculative.flashmap.penalties import (
     penalize_resumed,
 )
 from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
+from sglang.srt.speculative.flashmap.processors import process_block
 from sglang.srt.speculative.flashmap.target import TargetVerifier
 from sglang.srt.speculative.flashmap.target_probs import greedy_rows, row_temperatures
 from sglang.srt.speculative.flashmap.verify import Accepted
@@ -388,7 +389,7 @@ class FlashMapWorker(BaseSpecWorker):
         grammar_tree: Optional[GrammarTree],
         grammar_barrier: Optional[Callable],
     ) -> None:
-        """Penalties, grammar and bias on ``logits (B · W, V)``, in the normal sampler's order."""
+        """Penalties, grammar, bias and processors on ``logits (B · W, V)``, in the sampler's order."""
         if penalties is not None:
             penalize_block(
                 logits,
@@ -411,6 +412,8 @@ class FlashMapWorker(BaseSpecWorker):
                 mask.apply(logits)
         if info is not None and info.logit_bias is not None:
             logits.view(*block.tokens.shape, -1).add_(info.logit_bias[:, None])
+        if info is not None and info.has_custom_logit_processor:
+            process_block(logits, batch, block=block.tokens, path=block.path)
 
     def _record(
         self, penalties: Optional[Penalties], starts: torch.Tensor, tokens: torch.Tensor
