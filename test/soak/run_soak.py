@@ -29,7 +29,7 @@ MAIN = ("--context-length", 192, "--max-total-tokens", 6144, "--max-running-requ
 # Admits requests that the pool cannot hold to their ends; pages and block verification besides.
 TINY = ("--context-length", 64, "--max-total-tokens", 512, "--schedule-conservativeness", 0.1,
         "--max-running-requests", 16, "--page-size", 16, "--speculative-use-block-verification",
-        "--chunked-prefill-size", 32)  # fmt: skip
+        "--chunked-prefill-size", 32, "--enable-mixed-chunk")  # fmt: skip
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -37,6 +37,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="bound of the whole run")
     parser.add_argument("--requests", type=int, default=2000, help="mixed requests, all phases")
     parser.add_argument("--folders", type=int, default=500, help="damaged draft folders")
+    parser.add_argument("--identifiers", type=int, default=320, help="long copies; 32 at a time")
     parser.add_argument("--fuzz", type=int, default=500, help="fuzzed HTTP requests")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(argv)
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     use_built_tree(None)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from soak_catalog import at_the_limit, catalog, seeded
+    from soak_catalog import at_the_limit, catalog, identifiers, seeded
     from soak_phases import (
         damaged_folders,
         fuzzed_requests,
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load,
         repeated,
         restart_under_load,
+        together,
         watched,
     )
     from soak_report import Phase, table
@@ -89,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         requests = catalog(200, context=192, seed=args.seed)
         short = catalog(100, context=64, seed=args.seed + 1)
         edges = at_the_limit(192, seed=args.seed)
-        known = [r for r in (*requests, *short) if r.greedy]
+        copies = identifiers(args.identifiers, seed=args.seed)
+        known = [r for r in (*requests, *short, *copies) if r.greedy]
         with models.plain(*PLAIN) as plain:
             answer_all(plain, known)
             answer_all(plain, edges, refused=True)
@@ -106,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with watched(server, "aborts and lost clients") as phase:
                 load(server, phase, requests, 3 * part, seed=3, faults=0.4, until=clock.share(0.3))
             done(phase)
+            with watched(server, "identifiers, 32 at a time") as phase:
+                together(server, phase, copies, 32, clock.share(0.3))
+            done(phase)
             with watched(server, "context limit") as phase:
                 limits(server, phase, edges)
             done(phase)
@@ -115,12 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             with watched(server, "restart under load") as phase:
                 restart_under_load(server, phase, requests, part)
             done(phase)
-        with models.flashmap(oracle, *TINY) as server:
-            with watched(server, "retraction in a tiny pool") as phase:
-                load(server, phase, short, part, seed=5, faults=0.2, until=clock.share(0.3))
-                if not metrics(server).get("num_retracted_requests_total"):
-                    phase.count("wrong", "no request was retracted, so nothing was tested")
-            done(phase)
+        for name, overlapped in (("", False), (", overlapped", True)):
+            with models.flashmap(oracle, *TINY, overlapped=overlapped) as server:
+                with watched(server, f"retraction in a tiny pool{name}") as phase:
+                    load(server, phase, short, part, seed=5, faults=0.2, until=clock.share(0.3))
+                    if not metrics(server).get("num_retracted_requests_total"):
+                        phase.count("wrong", "no request was retracted, so nothing was tested")
+                done(phase)
         with models.flashmap(
             models.untrained, *MAIN, "--speculative-flashmap-num-steps", 2
         ) as server:

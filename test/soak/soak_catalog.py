@@ -131,6 +131,19 @@ def catalog(size: int, *, context: int, seed: int) -> list[Request]:
     return requests
 
 
+def identifiers(size: int, *, seed: int) -> list[Request]:
+    """Greedy requests that hold an identifier of 64 hexadecimal digits, twice, to go on with it."""
+    rng = random.Random(seed)
+    digits = PRINTABLE[:16]
+    requests = []
+    for _ in range(size):
+        identifier = rng.choices(digits, k=64)
+        params = dict(temperature=0, max_new_tokens=64, ignore_eos=True)
+        prompt = [*identifier, 90, *identifier[:32]]
+        requests.append(Request("identifier", dict(input_ids=prompt, sampling_params=params)))
+    return requests
+
+
 def seeded(size: int, *, context: int, seed: int) -> list[Request]:
     """Sampled requests that carry a seed each."""
     rng = random.Random(seed)

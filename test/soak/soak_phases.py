@@ -82,8 +82,7 @@ def judge(phase: Phase, request: Request, outcome: Outcome, fault: str | None) -
         phase.count("aborted")
         expected = request.expected and request.expected["output_ids"]
         ids = outcome.answer.get("output_ids", [])
-        # The block that an abort comes into is not searched for an end.
-        if expected and ids[: len(expected)] != expected[: len(ids)]:
+        if expected and ids != expected[: len(ids)]:
             phase.count("wrong", f"{request.payload}: aborted after {ids}, not {expected}")
     elif outcome.status is None or outcome.status >= 500 or outcome.finish == "abort":
         phase.count("lost", f"{request.payload}: {outcome}")
@@ -118,7 +117,9 @@ def load(
         if until is not None and until.is_set():
             return
         phase.count("requests")
-        judge(phase, request, submit(server, request, f"{seed}-{index}", fault, own), fault)
+        # An abort ends every request whose id begins with the one it names.
+        name = f"{seed}-{index:06}"
+        judge(phase, request, submit(server, request, name, fault, own), fault)
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         list(pool.map(run, jobs))
@@ -150,6 +151,20 @@ def submit(
     if fault == "leave-at-once":
         return ask(server.port, "/generate", payload, leave_after=0)
     return ask(server.port, "/generate", payload)
+
+
+def together(
+    server: Server, phase: Phase, requests: Sequence[Request], clients: int, until: threading.Event
+) -> None:
+    """Each request once, `clients` at a time."""
+
+    def run(request: Request) -> None:
+        if not until.is_set():
+            phase.count("requests")
+            judge(phase, request, ask(server.port, "/generate", request.payload), None)
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(run, requests))
 
 
 def limits(server: Server, phase: Phase, requests: Sequence[Request]) -> None:

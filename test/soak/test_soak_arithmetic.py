@@ -16,7 +16,13 @@ from sglang.srt.mem_cache.allocation_sizing import (
 )
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.flashmap.noise import row_offsets
-from sglang.srt.speculative.flashmap.verify import Accepted, accept_greedy, merge_accepted
+from sglang.srt.speculative.flashmap.verify import (
+    Accepted,
+    Proposal,
+    accept_greedy,
+    accept_rejection,
+    merge_accepted,
+)
 
 VOCAB = 5  # small, so that drafts are right by chance
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -78,6 +84,61 @@ def test_rows_of_a_mixed_batch_stay_apart(
         source = other if rows[row] else greedy
         assert merged.num_correct[row] == source.num_correct[row]
         assert merged.bonus[row] == source.bonus[row]
+
+
+@st.composite
+def sampled_blocks(draw: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Target `(B, γ + 1, V)` and proposal `(B, γ, V)` with zeros, drafts of the latter, seeds."""
+    size, num_drafts = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    rows = torch.rand(size, 2 * num_drafts + 1, VOCAB, generator=generator)
+    zeros = torch.rand(rows.shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 0.7]))
+    keep = torch.randint(VOCAB, rows.shape[:-1], generator=generator)
+    zeros.scatter_(2, keep[..., None], False)  # a row filters all tokens but one at most
+    rows = rows.masked_fill(zeros, 0.0)
+    rows /= rows.sum(-1, keepdim=True)
+    target, draft = rows.split([num_drafts + 1, num_drafts], dim=1)
+    if draw(st.booleans()):
+        draft = target[:, :-1].clone()
+    drafts = draft.flatten(0, 1).multinomial(1, generator=generator).view(size, num_drafts)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+    return target, draft, drafts, seeds
+
+
+@quick
+@given(block=sampled_blocks(), block_wise=st.booleans())
+def test_sampled_steps_commit_only_what_the_target_can_say(
+    block: tuple[torch.Tensor, ...], block_wise: bool
+) -> None:
+    """And the same alone as in a batch."""
+    target, draft, drafts, seeds = block
+    anchors = torch.arange(len(drafts)) * 1000
+
+    def accept(rows: slice) -> Accepted:
+        tokens = draft[rows].gather(2, drafts[rows, :, None])[..., 0]
+        proposal = Proposal(draft[rows], tokens, None)
+        return accept_rejection(
+            drafts[rows],
+            target[rows],
+            proposal,
+            seeds=seeds[rows],
+            anchors=anchors[rows],
+            block_verification=block_wise,
+        )
+
+    accepted = accept(slice(None))
+    committed = accepted.out_tokens(drafts)
+    for row, kept in enumerate(accepted.num_correct.tolist()):
+        for slot in range(kept + 1):
+            assert target[row, slot, committed[row, slot]] > 0
+        bonus = accepted.bonus[row]
+        rejected = kept < drafts.shape[1]
+        if rejected and not block_wise and not torch.equal(target[row, kept], draft[row, kept]):
+            assert target[row, kept, bonus] > draft[row, kept, bonus], "not of the residual"
+        if not block_wise and torch.equal(draft[row], target[row, :-1]):
+            assert not rejected, "what the target would say itself was rejected"
+        alone = accept(slice(row, row + 1))
+        assert (int(alone.num_correct), int(alone.bonus)) == (kept, int(bonus))
 
 
 @quick

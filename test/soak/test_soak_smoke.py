@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from serving import Server
-from soak_catalog import Request, at_the_limit, catalog
+from soak_catalog import Request, at_the_limit, catalog, seeded
 from soak_client import ask
 from soak_phases import fuzzed_requests, limits, load, submit, watched
 from soak_report import Phase
@@ -82,6 +80,33 @@ def test_fuzzed_requests(server: Server, requests: list[Request]) -> None:
     assert_faultless(phase)
 
 
+# --- overlap scheduling ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def overlapped(models: Models, server: Server) -> Iterator[Server]:
+    """Another server of the same draft, whose scheduler sees results one step late."""
+    with models.flashmap(models.folder / "oracle", *ARGS, overlapped=True) as started:
+        assert "'disable_overlap_schedule': False" in started.log()
+        yield started
+
+
+def test_overlapped_requests(overlapped: Server, requests: list[Request]) -> None:
+    """All kinds, penalties and grammars among them, with aborts and lost clients between."""
+    with watched(overlapped, "overlapped") as phase:
+        load(overlapped, phase, requests, 120, seed=3, faults=0.3)
+    assert_faultless(phase)
+
+
+def test_overlapped_seeds(server: Server, overlapped: Server) -> None:
+    """From the first token on, what is drawn does not depend on the schedule."""
+    drawn = seeded(16, context=CONTEXT, seed=5)
+    answer_all(server, drawn)
+    with watched(overlapped, "seeds") as phase:
+        load(overlapped, phase, drawn, 2 * len(drawn), seed=5)
+    assert_faultless(phase)
+
+
 # --- accounting ------------------------------------------------------------------------------
 
 
@@ -132,7 +157,7 @@ def test_a_streams_chunks_add_up(server: Server, requests: list[Request], path: 
     for request in [r for r in requests if r.kind in ("free", "stopping")][:6]:
         expected = request.expected
         if path == "/generate":
-            events = stream(server, path, request.payload)
+            events = list(server.stream(path, request.payload))
             lengths = [len(event["output_ids"]) for event in events]
             assert lengths == sorted(lengths)
             assert [e["meta_info"]["completion_tokens"] for e in events] == lengths
@@ -146,7 +171,7 @@ def test_a_streams_chunks_add_up(server: Server, requests: list[Request], path: 
             **params,
         )
         options = dict(include_usage=True, continuous_usage_stats=True)
-        events = stream(server, path, asked | dict(stream_options=options))
+        events = list(server.stream(path, asked | dict(stream_options=options)))
         whole = ask(server.port, path, asked).answer
         text = "".join(e["choices"][0]["text"] for e in events if e["choices"])
         assert text == whole["choices"][0]["text"] == expected["text"]
@@ -154,17 +179,6 @@ def test_a_streams_chunks_add_up(server: Server, requests: list[Request], path: 
             assert usage["completion_tokens"] == len(expected["output_ids"])
             assert usage["prompt_tokens"] == len(request.payload["input_ids"])
             assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-
-
-def stream(server: Server, path: str, payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """All events of a streamed answer."""
-    request = urllib.request.Request(
-        server.url + path,
-        json.dumps(payload | {"stream": True}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
 
 
 def test_aborted_answers_add_up(server: Server) -> None:

@@ -37,7 +37,7 @@ DRAFT_LOAD_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "dummy"
 
 
 def handle_flashmap(server_args: Any) -> None:
-    """Validate ``server_args`` and declare ``W``, one step, one branch or several; else ``StartRefused``."""
+    """Validate ``server_args`` and declare ``W`` and the branches of a step, or ``StartRefused``."""
     try:
         _handle_flashmap(server_args)
     except ValueError as error:

@@ -3,7 +3,7 @@
 Prefill: the target's forward captures the hidden states of the draft's target layers, which are
 written into the draft KV pool at the same slots as the target's KV. Decode: draft a block or
 several, verify a chain or a tree of them with the target in one forward of ``W`` rows per request,
-adjust the logits (penalties, grammar, bias, processors), accept, commit the accepted rows. Each has a module:
+adjust the logits (penalties, grammar, bias, processors), accept, commit the accepted rows. Modules:
 ``drafter``, ``plan``, ``target``, ``penalties``, ``accept`` and ``verify``, ``commit``.
 The state carried between steps is the bonus token and the committed length
 (``DFlashDraftInputV2``), so the scheduler's overlap mode, radix cache, chunked prefill and
@@ -389,7 +389,7 @@ class FlashMapWorker(BaseSpecWorker):
         grammar_tree: Optional[GrammarTree],
         grammar_barrier: Optional[Callable],
     ) -> None:
-        """Penalties, grammar, bias and processors on ``logits (B · W, V)``, in the sampler's order."""
+        """Penalties, grammar, bias, processors on ``logits (B · W, V)``, in the sampler's order."""
         if penalties is not None:
             penalize_block(
                 logits,
