@@ -381,3 +381,23 @@ def test_cpu_context_attention_is_the_portable_one(head_dim: int, dtype: torch.d
 
     chosen = select_context_attention("cpu", head_dim=head_dim, pool_dtype=dtype)
     assert type(chosen) is ContextAttention and chosen.name == "torch"
+
+
+@pytest.mark.parametrize("jumps", [1, 2], ids=["one-jump", "two-jumps"])
+def test_packed_weights_draft_the_same(jumps: int) -> None:
+    pair = make_pair(num_steps=jumps)
+    model = pair.model
+    requests = Requests(pair.config)
+    noise = pair.seeded_noise(len(PREFIX_LENS))
+    positions = requests.slot_positions(pair.config.block_size)
+
+    def draft() -> torch.Tensor:
+        pool = pair.prepare(requests)
+        return model.draft_logits(noise, positions, requests.context(pool)).clone()
+
+    plain = draft()
+    model.pack_weights()
+    layer = model.layers[0]
+    assert model._folded_head.is_mkldnn and layer.mlp.fc1.weight.is_mkldnn
+    assert layer.self_attn.q_proj.weight.untyped_storage().nbytes() == 0
+    assert relative_error(draft(), plain) < 1e-5

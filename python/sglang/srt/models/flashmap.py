@@ -34,6 +34,7 @@ from sglang.kernels.ops.speculative.flashmap.rope import rope_table
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.flashmap import FlashMapConfig
+from sglang.srt.layers.packed_linear import pack
 from sglang.srt.speculative.flashmap.attention import ContextAttention, QueryNorm
 from sglang.srt.speculative.flashmap.checkpoint import (
     DRAFT_VOCAB_TENSORS,
@@ -337,6 +338,23 @@ class FlashMapDraftModel(nn.Module):
                 chunk_bias = chunk_bias + bias[chosen].float() * logit_scale
             folded_bias[part] = chunk_bias.to(self.dtype)
         self._folded_head, self._folded_bias = weight, folded_bias
+
+    def pack_weights(self) -> None:
+        """Bring the weights that drafts multiply with into the layout a CPU reads fastest, see
+        ``layers/packed_linear.py``; to be called once, after ``attach_target``."""
+        self._context_kv_weight = pack(self._context_kv_weight)
+        self._self_qkv_weights = [pack(weight) for weight in self._self_qkv_weights]
+        self._folded_head = pack(self._folded_head)
+        if self._noise_factor is not None:
+            self._noise_factor = pack(self._noise_factor)
+        modules = [self.fc, self.x_embed]
+        for layer in self.layers:
+            own, cross = layer.self_attn, layer.cross_attn
+            modules += [own.o_proj, cross.q_proj, cross.o_proj, layer.mlp.fc1, layer.mlp.fc2]
+            for view in (own.q_proj, own.k_proj, own.v_proj, cross.k_proj, cross.v_proj):
+                view.weight.data = view.weight.new_empty(0)  # lets go of the row-major layout
+        for module in modules:
+            module.weight = nn.Parameter(pack(module.weight), requires_grad=False)
 
     def _uniform_embedding(self) -> torch.Tensor:
         """``state_norm(mean of E) (1, H)``: the state term of every jump from ``s = 0``."""

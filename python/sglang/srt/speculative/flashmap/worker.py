@@ -18,9 +18,9 @@ import logging
 from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
-
 from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.packed_linear import pack_model
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -153,6 +153,12 @@ class FlashMapWorker(BaseSpecWorker):
             serve=self.serve,
             attention=attention,
         )
+        if torch.device(self.device).type == "cpu":
+            self.draft_model.pack_weights()
+            logger.info(
+                "FLASHMAP: %.1f MB of the target's weights in oneDNN's layout for verify forwards.",
+                pack_model(target) / 1e6,
+            )
         # The target's own weights are part of what is kept folded.
         target._derived_weight_cache_error = self.draft_model._derived_weight_cache_error
         logger.info(

@@ -80,8 +80,9 @@ def paged_cross_attention_torch(
         if length == 0:
             continue
         slots = req_to_token[row, :length].long()
-        k = key_buffer[slots].to(q.dtype).transpose(0, 1)
-        v = value_buffer[slots].to(q.dtype).transpose(0, 1)
+        # index_select takes half the time of indexing on a CPU.
+        k = key_buffer.index_select(0, slots).to(q.dtype).transpose(0, 1)
+        v = value_buffer.index_select(0, slots).to(q.dtype).transpose(0, 1)
         attended = F.scaled_dot_product_attention(
             q[b].transpose(0, 1)[None], k[None], v[None], enable_gqa=grouped
         )

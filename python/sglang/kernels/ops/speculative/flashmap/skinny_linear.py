@@ -328,7 +328,8 @@ def skinny_linear(
 
     Args:
         x: ``(T, K)``; rows may be strided, channels are contiguous.
-        weight: ``(N, K)`` in ``x``'s dtype, or float8_e4m3fn with ``scale``; likewise.
+        weight: ``(N, K)`` in ``x``'s dtype, or float8_e4m3fn with ``scale``; likewise. On a CPU
+            also one in oneDNN's layout (``layers/packed_linear.py``), without factors.
         bias: ``(N,)`` in ``x``'s dtype, or None.
         scale: ``(N,)`` float32 factor of each output channel, or None.
         row_scale: ``(T,)`` float32 factor of each row, or None.
@@ -338,6 +339,11 @@ def skinny_linear(
     Returns:
         ``(T, N)``, contiguous, in ``x``'s dtype.
     """
+    if weight.is_mkldnn:
+        assert scale is None and row_scale is None
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        y = torch.nn.functional.gelu(y) if activation == "gelu" else y
+        return y if out is None else out.copy_(y)
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
     skinny = x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and x.element_size() == 2
