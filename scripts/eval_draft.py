@@ -1,10 +1,12 @@
-"""Accept length of a draft by domain: `eval_draft.py --target DIR --draft DIR --data DIR…`.
+"""Accept length of drafts by domain: `eval_draft.py --target DIR --draft DIR --data DIR…`.
 
 Answers the held-out prompts (scripts/train/heldout.jsonl: chat, code, math, copying, multilingual)
 with FLASHMAP in our own engine, at T = 0 and T = 1, and reads from every answer how many drafts
 each of its verify steps accepted. Prompts that share more than half of their 8-grams with the
 training data are left out. Prints one table; writes evaluation.json, acceptance.png and the model
-card anew into `--output` (the draft's folder).
+card anew into `--output` (the draft's folder). `--draft A --draft B` compares drafts on the same
+prompts, in one table and, with `--output`, one picture. How fast a draft makes the server is
+another question: benchmark/flashmap/demo_speed.py.
 """
 
 from __future__ import annotations
@@ -99,76 +101,134 @@ def evaluate(
     }
 
 
-def draw(path: Path, evaluation: dict[str, Any]) -> bool:
-    """Acceptance of each slot and the histogram, a line or bar for each temperature; False
-    without matplotlib."""
+def draw(path: Path, evaluations: dict[str, dict[str, Any]]) -> bool:
+    """A picture of drafts' `evaluations` by name: acceptance of each slot, and accept lengths by
+    domain, a line or bar for each draft and temperature. False without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
-        print("no matplotlib: no plot", file=sys.stderr)
+        print("no matplotlib, no plot: pip install matplotlib", file=sys.stderr)
         return False
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
-    for index, (heat, total) in enumerate(evaluation["overall"].items()):
-        slots = total["slots"]
-        left.plot(range(1, len(slots) + 1), slots, marker="o", label=f"T = {heat}")
-        bars = np.array(total["histogram"]) / max(1, sum(total["histogram"]))
-        right.bar(np.arange(len(bars)) + 0.4 * index, bars, width=0.4, label=f"T = {heat}")
+    runs = []
+    for name, evaluation in evaluations.items():
+        for heat in evaluation["overall"]:
+            label = f"T = {heat}" if len(evaluations) == 1 else f"{name}, T = {heat}"
+            entries = [e for e in evaluation["domains"] if f"{e['temperature']:g}" == heat]
+            runs.append((label, evaluation["overall"][heat]["slots"], entries))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), width_ratios=(2, 3))
+    share = 0.8 / len(runs)
+    for index, (label, slots, entries) in enumerate(runs):
+        left.plot(range(1, len(slots) + 1), slots, marker="o", label=label)
+        places = np.arange(len(entries)) + share * (index - (len(runs) - 1) / 2)
+        right.bar(places, [entry["accept_length"] for entry in entries], share, label=label)
     left.set(xlabel="slot", ylabel="share of steps that accept it", ylim=(0, 1))
-    right.set(xlabel="drafts accepted", ylabel="share of steps")
+    right.set(ylabel="tokens a target pass")
+    right.axhline(1.0, color="black", linewidth=0.8)
+    names = [entry["domain"] for entry in runs[0][2]]
+    right.set_xticks(range(len(names)), names, rotation=20)
     left.legend()
-    right.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
 
 
-def run(options: argparse.Namespace) -> None:
-    """Raises ForkError or FlashMapConfigError when the draft cannot be measured."""
-    if not engine_available():
-        raise ForkError("measuring needs sglang: run it in the environment of `make venv`.")
+def chosen_prompts(options: argparse.Namespace, tokenizer: Any) -> list[Prompt]:
+    """The held-out prompts, `--limit` of each domain."""
+    prompts = held_out(options, tokenizer)
+    if not options.limit:
+        return prompts
+    kinds: dict[str, int] = defaultdict(int)
+    chosen = []
+    for prompt in prompts:
+        kinds[prompt.domain] += 1
+        if kinds[prompt.domain] <= options.limit:
+            chosen.append(prompt)
+    return chosen
+
+
+def measure(draft: Path, prompts: list[Prompt], options: argparse.Namespace) -> dict[str, Any]:
+    """Answers `prompts` with `draft` in an engine of its own."""
     import sglang
 
-    tokenizer = load_tokenizer(options.target)
-    width = options.verify_width or read_config(options.draft).block_size + 1
-    prompts = held_out(options, tokenizer)
-    if options.limit:
-        kinds: dict[str, int] = defaultdict(int)
-        chosen = []
-        for prompt in prompts:
-            kinds[prompt.domain] += 1
-            if kinds[prompt.domain] <= options.limit:
-                chosen.append(prompt)
-        prompts = chosen
+    width = options.verify_width or read_config(draft).block_size + 1
     engine = sglang.Engine(
         model_path=str(options.target),
         speculative_algorithm="FLASHMAP",
-        speculative_draft_model_path=str(options.draft),
+        speculative_draft_model_path=str(draft),
         speculative_num_draft_tokens=width,
         log_level="warning",
         **json.loads(options.engine_arguments),
     )
     try:
-        evaluation = evaluate(engine, prompts, width, options)
+        return evaluate(engine, prompts, width, options)
     finally:
         engine.shutdown()
-    output = options.output or options.draft
-    output.mkdir(parents=True, exist_ok=True)
-    if draw(output / "acceptance.png", evaluation):
+
+
+def record(folder: Path, evaluation: dict[str, Any]) -> None:
+    """Writes evaluation.json, the picture and, in a release folder, the card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if draw(folder / "acceptance.png", {folder.name: evaluation}):
         evaluation["plot"] = "acceptance.png"
-    (output / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n")
-    if (output / "training.json").exists():
-        write_card(output)
-    print("\n".join(acceptance_table(evaluation)))
+    (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n")
+    if (folder / "training.json").exists():
+        write_card(folder)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Raises ForkError or FlashMapConfigError when a draft cannot be measured."""
+    if not engine_available():
+        raise ForkError("measuring needs sglang: run it in the environment of `make venv`.")
+    names = draft_names(options.draft)
+    prompts = chosen_prompts(options, load_tokenizer(options.target))
+    evaluations = {}
+    for name, draft in zip(names, options.draft):
+        evaluations[name] = measure(draft, prompts, options)
+        several = len(names) > 1
+        folder = draft if options.output is None else options.output / (name if several else "")
+        record(folder, evaluations[name])
+    if options.output is not None and len(names) > 1:
+        draw(options.output / "drafts.png", evaluations)
+    print("\n".join(comparison(evaluations)))
+
+
+def draft_names(drafts: list[Path]) -> list[str]:
+    """What to call each draft: its folder's name, with as many parents as tell them apart.
+
+    Raises ForkError when a folder is given twice.
+    """
+    paths = [draft.resolve() for draft in drafts]
+    if len(set(paths)) < len(paths):
+        raise ForkError("--draft names the same folder twice: give each draft once.")
+    names, depth = [path.name for path in paths], 1
+    while len(set(names)) < len(paths):
+        depth += 1
+        names = ["-".join(path.parts[-depth:]) for path in paths]
+    return names
+
+
+def comparison(evaluations: dict[str, dict[str, Any]]) -> list[str]:
+    """One table of all drafts, a column of their names where there are several."""
+    if len(evaluations) == 1:
+        return acceptance_table(*evaluations.values())
+    most = max(evaluation["verify_width"] for evaluation in evaluations.values())
+    lines: list[str] = []
+    for name, evaluation in evaluations.items():
+        head, rule, *rows = acceptance_table(evaluation, slots=most - 1)
+        lines = lines or [f"| draft {head}", f"|---{rule}"]
+        lines += [f"| {name} {row}" for row in rows]
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", type=Path, required=True, help="the target's folder")
-    parser.add_argument("--draft", type=Path, required=True, help="a release folder")
+    words = "a release folder; several, each with its own --draft, are compared"
+    parser.add_argument("--draft", type=Path, required=True, action="append", help=words)
     parser.add_argument("--data", type=Path, nargs="+", help="the data it was trained on")
     words = "JSONL lines with prompt and domain"
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help=words)
@@ -176,7 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--verify-width", type=int, help="(the block and one)")
-    parser.add_argument("--output", type=Path, help="folder of the results (the draft's)")
+    words = "folder of the results (each draft's own); of several drafts, with a folder for each"
+    parser.add_argument("--output", type=Path, help=words)
     words = "JSON object of further sglang.Engine arguments"
     parser.add_argument("--engine-arguments", default="{}", help=words)
     options = parser.parse_args(arguments)

@@ -190,7 +190,8 @@ def main() -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--model-path", "--model", help="default: the demo target")
-    parser.add_argument("--speculative-draft-model-path", help="default: drafts/ for the demo target, else untrained")
+    words = "default: drafts/ for the demo target, else untrained"
+    parser.add_argument("--speculative-draft-model-path", help=words)
     parser.add_argument("--served-model-name", help="default: the name of the model's folder")
     options, passed_on = parser.parse_known_args()
     checkout = here()

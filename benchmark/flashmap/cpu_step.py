@@ -18,41 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import statistics
-import time
-from multiprocessing.connection import Connection
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from engine_process import Answer, EngineProcess  # noqa: E402
+
 LENGTHS = (1.5, 2.0, 2.5, 3.0, 4.0)
-
-
-def engine_process(
-    pipe: Connection, arguments: dict, environment: dict[str, str], by_cpu: bool
-) -> None:
-    """Answers ``(prompt, tokens)`` with ``(seconds, verify steps or None)`` until it gets None."""
-    os.environ.update(environment)
-    import psutil
-    import sglang
-
-    engine = sglang.Engine(**arguments)
-    me = psutil.Process()
-
-    def cpu_seconds() -> float:
-        times = [p.cpu_times() for p in (me, *me.children(recursive=True))]
-        return sum(t.user + t.system for t in times)
-
-    clock = cpu_seconds if by_cpu else time.perf_counter
-    pipe.send("ready")
-    while (job := pipe.recv()) is not None:
-        prompt, tokens = job
-        params = dict(temperature=0, max_new_tokens=tokens, ignore_eos=True)
-        start = clock()
-        output = engine.generate(input_ids=prompt, sampling_params=params)
-        pipe.send((clock() - start, output["meta_info"].get("spec_verify_ct")))
-    engine.shutdown()
 
 
 class Mode:
@@ -82,32 +57,22 @@ class Mode:
                 speculative_num_draft_tokens=width,
             )
         self.step_ms: list[float] = []
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=engine_process,
-            args=(theirs, arguments, environment, options.clock == "cpu"),
-        )
-        self._process.start()
-        theirs.close()
-        self._pipe.recv()
+        self._engine = EngineProcess(arguments, environment, by_cpu=options.clock == "cpu")
         self._answer(8)  # warm-up
 
-    def _answer(self, tokens: int) -> tuple[float, int]:
+    def _answer(self, tokens: int) -> Answer:
         prompt = [random.randrange(1000, 40000) for _ in range(self.options.context)]
-        self._pipe.send((prompt, tokens))
-        seconds, steps = self._pipe.recv()
-        return seconds, steps or tokens - 1
+        return self._engine.answer(prompt, temperature=0, max_new_tokens=tokens, ignore_eos=True)
 
     def measure(self) -> None:
         """Adds one measurement to ``step_ms``."""
-        prefill, _ = self._answer(1)
-        tokens = 1 + round(self.options.steps * (self.options.accept_length if self.width else 1))
-        seconds, steps = self._answer(tokens)
-        self.step_ms.append((seconds - prefill) / steps * 1e3)
+        prefill = self._answer(1).seconds
+        length = self.options.accept_length if self.width else 1
+        answer = self._answer(1 + round(self.options.steps * length))
+        self.step_ms.append((answer.seconds - prefill) / answer.steps * 1e3)
 
     def stop(self) -> None:
-        self._pipe.send(None)
-        self._process.join()
+        self._engine.stop()
 
 
 def compare(width: int, plain: Mode, options: argparse.Namespace) -> dict:

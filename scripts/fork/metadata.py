@@ -37,7 +37,7 @@ def read_wheel(wheel: Path, name: str) -> str:
 
 
 def dependency_sets(checkout: Checkout, upstream_metadata: str) -> dict[str, list[str]]:
-    """Requirements by set: `base`, `cuda`, `test`, each sorted by name.
+    """Requirements by set: `base`, `cuda`, `test`, `train`, each sorted by name.
 
     Raises ForkError when a bare name of the base set is unknown to upstream.
     """
@@ -58,8 +58,9 @@ def dependency_sets(checkout: Checkout, upstream_metadata: str) -> dict[str, lis
                 f"'{requirement}>=0'."
             )
     cuda = {name: line for name, line in upstream.items() if name not in base}
-    test = {canonical(requirement): requirement for requirement in tool["test"]}
-    sets = {"base": base, "cuda": cuda, "test": test}
+    sets = {"base": base, "cuda": cuda}
+    for extra in ("test", "train"):
+        sets[extra] = {canonical(requirement): requirement for requirement in tool[extra]}
     return {key: [found[name] for name in sorted(found)] for key, found in sets.items()}
 
 
@@ -79,7 +80,7 @@ def compose(checkout: Checkout, upstream_metadata: str) -> str:
         f"Requires-Python: {project['requires-python']}",
         *(f"Requires-Dist: {requirement}" for requirement in sets["base"]),
     ]
-    for extra in ("cuda", "test"):
+    for extra in ("cuda", "test", "train"):
         lines.append(f"Provides-Extra: {extra}")
         lines += [
             f"Requires-Dist: {_with_extra(requirement, extra)}" for requirement in sets[extra]

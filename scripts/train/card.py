@@ -103,16 +103,18 @@ def _recipe(run: dict[str, Any]) -> list[str]:
     return [*rows, f"| seconds on {run['ranks']} × {run['device']} | {run['seconds']:.0f} |"]
 
 
-def acceptance_table(evaluation: dict[str, Any]) -> list[str]:
-    """Accept length and acceptance a slot, a row for each domain and temperature."""
-    slots = evaluation["verify_width"] - 1
+def acceptance_table(evaluation: dict[str, Any], slots: int | None = None) -> list[str]:
+    """Accept length and acceptance a slot, a row for each domain and temperature; `slots` columns,
+    those of the evaluation if not told."""
+    slots = evaluation["verify_width"] - 1 if slots is None else slots
     head = " | ".join(str(k + 1) for k in range(slots))
     rows = [
         f"| domain | T | prompts | accept length | slot {head} |",
         "|---|---|---|---|" + "---|" * slots,
     ]
     for entry in evaluation["domains"]:
-        shares = " | ".join(f"{share:.2f}" for share in entry["slots"])
+        shares = [f"{share:.2f}" for share in entry["slots"]]
+        shares = " | ".join(shares + [""] * (slots - len(shares)))
         rows.append(
             f"| {entry['domain']} | {entry['temperature']:g} | {entry['prompts']} | "
             f"{entry['accept_length']:.2f} | {shares} |"

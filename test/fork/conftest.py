@@ -26,7 +26,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkout:
     text = (root / "python/pyproject.toml").read_text().split("[tool.fork]")[0]
     write(
         root / "python/pyproject.toml",
-        text + '[tool.fork]\nbase = ["torch", "dill>=1"]\ntest = ["pytest"]\n',
+        text + '[tool.fork]\nbase = ["torch", "dill>=1"]\ntest = ["pytest"]\ntrain = ["plots"]\n',
     )
     write(root / "python/patches/series", "")
     write(

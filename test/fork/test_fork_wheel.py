@@ -67,6 +67,7 @@ def test_metadata_has_our_version_licence_and_dependency_sets(wheel: zipfile.Zip
         'gpu-kernels[cu13]==1.0; (sys_platform == "linux") and extra == "cuda"',
         'numpy; extra == "cuda"',
         'pytest; extra == "test"',
+        'plots; extra == "train"',
     ]
     for name in metadata.get_all("License-File"):
         assert wheel.read(f"{INFO}/licenses/{name}")

@@ -11,6 +11,7 @@ from typing import Any
 import eval_draft
 import numpy as np
 import pytest
+from fork.errors import ForkError
 from train.card import acceptance_table
 from train.overlap import ngrams, seen_shares
 from train.prompts import Prompt
@@ -43,6 +44,62 @@ def test_histograms_become_accept_lengths_and_slots() -> None:
     assert code["accept_length"] == pytest.approx(2.0)
     assert "| code | 0 | 2 | 2.00 | 0.60 | 0.40 |" in acceptance_table(result)
     assert set(result["overall"]) == {"0", "1"}
+
+
+@pytest.fixture
+def evaluations() -> dict[str, dict[str, Any]]:
+    """Of two drafts that were verified three and two wide."""
+    prompts = [Prompt([1], "code"), Prompt([2], "chat")]
+    options = argparse.Namespace(temperatures=[0.0, 1.0], max_new_tokens=8)
+    return {
+        "long": eval_draft.evaluate(Engine([[1, 1, 2], [1]]), prompts, 3, options),
+        "short": eval_draft.evaluate(Engine([[2, 2], [1, 1]]), prompts, 2, options),
+    }
+
+
+def test_drafts_share_one_table(evaluations: dict[str, dict[str, Any]]) -> None:
+    lines = eval_draft.comparison(evaluations)
+    assert lines[0] == "| draft | domain | T | prompts | accept length | slot 1 | 2 |"
+    assert len({line.count("|") for line in lines}) == 1
+    assert "| long | code | 0 | 1 | 2.25 | 0.75 | 0.50 |" in lines
+    assert "| short | chat | 1 | 1 | 1.50 | 0.50 |  |" in lines
+    alone = eval_draft.comparison({"long": evaluations["long"]})
+    assert alone == acceptance_table(evaluations["long"])
+
+
+def test_plot_shows_slots_and_domains_of_every_draft(
+    tmp_path: Path, evaluations: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    assert eval_draft.draw(tmp_path / "drafts.png", evaluations)
+    left, right = pyplot.gcf().axes
+    slots = {line.get_label(): line.get_ydata().tolist() for line in left.lines}
+    assert slots["long, T = 0"] == evaluations["long"]["overall"]["0"]["slots"]
+    assert len(slots) == 4
+    bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in right.containers}
+    lengths = [entry["accept_length"] for entry in evaluations["short"]["domains"][3:]]
+    assert bars["short, T = 1"] == pytest.approx(lengths)
+    assert [tick.get_text() for tick in right.get_xticklabels()] == ["chat", "code", "all"]
+    assert (tmp_path / "drafts.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("drafts", "names"),
+    [
+        (["a/map"], ["map"]),
+        (["a/map", "a/base"], ["map", "base"]),
+        (["a/release", "b/release"], ["a-release", "b-release"]),
+    ],
+    ids=["one", "two", "same-name"],
+)
+def test_drafts_are_told_apart_by_name(drafts: list[str], names: list[str]) -> None:
+    assert eval_draft.draft_names([Path(draft) for draft in drafts]) == names
+
+
+def test_a_draft_given_twice_is_refused() -> None:
+    with pytest.raises(ForkError, match="same folder twice"):
+        eval_draft.draft_names([Path("a"), Path("b/../a")])
 
 
 def test_prompts_of_the_data_are_found(data: Path) -> None:
