@@ -79,6 +79,7 @@ def build(options: argparse.Namespace) -> tuple[Drafter, FlashMapDraftModel, Dra
         block_verification=False,
         noise=options.noise,
         noise_error=options.noise_error,
+        draft_quantization=options.quantization,
     )
     attention = select_context_attention(
         "cuda", head_dim=config.head_dim, pool_dtype=torch.bfloat16
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--attention", choices=("auto", "triton"), default="auto")
     parser.add_argument("--noise", choices=("auto", "cholesky", "folded"), default="auto")
     parser.add_argument("--noise-error", type=float, default=0.0)
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--linear", choices=("skinny", "library"), default="skinny")
     parser.add_argument("--no-dependent-launch", action="store_true")
     parser.add_argument("--profile", help="write a torch profiler table of one draft here")

@@ -66,9 +66,9 @@ class Pool:
         self, config: FlashMapConfig, slots: int, dtype: torch.dtype = torch.float32
     ) -> None:
         shape = (slots, config.num_key_value_heads, config.head_dim)
-        layers = range(config.num_hidden_layers)
-        self.keys = [torch.full(shape, 1e3, dtype=dtype) for _ in layers]
-        self.values = [torch.full(shape, 1e3, dtype=dtype) for _ in layers]
+        layers, fill = range(config.num_hidden_layers), min(1e3, torch.finfo(dtype).max)
+        self.keys = [torch.full(shape, fill, dtype=dtype) for _ in layers]
+        self.values = [torch.full(shape, fill, dtype=dtype) for _ in layers]
 
     def get_key_buffer(self, layer: int) -> torch.Tensor:
         return self.keys[layer]

@@ -233,6 +233,10 @@ REFUSED = {
         "--speculative-flashmap-noise-temperature -1",
         "noise-temperature -1.0 must be a number of at least 0",
     ),
+    "fp8": (
+        "--speculative-flashmap-draft-quantization fp8",
+        "needs the FP8 tensor cores of an Ada, Hopper or later GPU, which --device cpu has not",
+    ),
     "vocabulary-61": ("--speculative-flashmap-draft-vocab-size 61", "must be from 0 .* to 60"),
     "backend": (
         "--attention-backend triton",

@@ -21,6 +21,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     cross_attention,
     filter_logits,
     full_mask,
+    fp8_linear,
     noise,
     norm,
     rope,
@@ -106,6 +107,8 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
     for pool_dtype in pool_dtypes:
         pool = torch.zeros(9, KV_HEADS, HEAD_DIM).to(pool_dtype)
         accepted_kv.move_accepted_triton([pool], plan.tokens, path)
+    if torch.float8_e4m3fn in pool_dtypes:
+        fp8_linear.quantize_rows_triton(x)
     out = torch.zeros(ROWS, DIM, dtype=dtype)
     for weight_dtype in pool_dtypes:
         square, scale = torch.zeros(DIM, DIM).to(weight_dtype), torch.zeros(DIM)

@@ -24,7 +24,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 17
+    assert len(OPS) == 18
 
 
 @pytest.mark.parametrize("op", OPS)

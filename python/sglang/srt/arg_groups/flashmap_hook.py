@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.overrides import (
     attention_backends_of,
     declare_resolution,
@@ -54,6 +55,7 @@ def _handle_flashmap(server_args: Any) -> None:
     width = _resolve_verify_width(server_args, config)
     grid = config.grid(cfg.speculative_flashmap_num_steps)
     _check_noise(cfg, num_jumps=len(grid) - 1)
+    _check_quantization(cfg)
     load_format = _resolve_load_format(cfg)
     _check_folder(cfg, config, load_format)
     declare_resolution(
@@ -288,6 +290,20 @@ def _resolve_load_format(cfg: Any) -> str:
             f"--speculative-draft-load-format {asked}."
         )
     return asked
+
+
+def _check_quantization(cfg: Any) -> None:
+    if cfg.speculative_flashmap_draft_quantization == "none":
+        return
+    found = f"--device {cfg.device}"
+    if str(cfg.device).startswith("cuda"):
+        found = torch.cuda.get_device_name()
+        if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
+            return
+    raise ValueError(
+        "--speculative-flashmap-draft-quantization fp8 needs the FP8 tensor cores of an Ada, Hopper or "
+        f"later GPU, which {found} has not; leave it out."
+    )
 
 
 def _check_noise(cfg: Any, *, num_jumps: int) -> None:

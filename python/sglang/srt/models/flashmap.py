@@ -21,14 +21,15 @@ candidates of one request side by side, so that the request's context is read on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Iterable, Optional
+from dataclasses import dataclass, fields
+from typing import Iterable, Iterator, Optional
 
 import torch
 import torch.nn.functional as F
 from sglang.kernels.ops.speculative.flashmap.adaln import adaln
 from sglang.kernels.ops.speculative.flashmap.block_attention import block_self_attention
 from sglang.kernels.ops.speculative.flashmap.context_kv import write_context_kv
+from sglang.kernels.ops.speculative.flashmap.fp8_linear import can_quantize
 from sglang.kernels.ops.speculative.flashmap.norm import rms_norm
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
@@ -46,6 +47,7 @@ from sglang.srt.speculative.flashmap.checkpoint import (
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.folded_noise import FoldedNoise
 from sglang.srt.speculative.flashmap.noise import noise_factor
+from sglang.srt.speculative.flashmap.projection import Projection
 from torch import nn
 
 # Context rows projected at a time: bounds the (rows, layers · 2 · kv) scratch of a long prefill.
@@ -113,10 +115,6 @@ class _MLP(nn.Module):
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = skinny_linear(x, self.fc1.weight, self.fc1.bias, activation="gelu")
-        return skinny_linear(hidden, self.fc2.weight, self.fc2.bias)
-
 
 class _Layer(nn.Module):
     def __init__(self, config: FlashMapConfig) -> None:
@@ -127,6 +125,24 @@ class _Layer(nn.Module):
         self.cross_attn = _Attention(config)
         self.mlp_adaln = _AdaLN(config)
         self.mlp = _MLP(config)
+
+
+@dataclass(frozen=True)
+class LayerProjections:
+    """The products of one layer, as a draft computes them."""
+
+    self_qkv: Projection
+    self_o: Projection
+    cross_q: Projection
+    cross_o: Projection
+    fc1: Projection
+    fc2: Projection
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.fc1(x, activation="gelu"))
+
+    def __iter__(self) -> Iterator[Projection]:
+        return iter(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
@@ -261,12 +277,16 @@ class FlashMapDraftModel(nn.Module):
         self._fold_head(lm_head[:vocab], lm_head_bias, logit_scale)
         self._jumps = [self._jump_constants(s, t) for s, t in serve.jumps]
         self._uniform = self._uniform_embedding()
+        self._project(fp8=serve.draft_quantization == "fp8")
         self._folded_noise = self._noise_factor = None
         if len(self._jumps) == 1 and serve.folds_noise(self.embedding.device):
             self._folded_noise = self._fold_noise(self._jumps[0])
+            self._x_embed = None  # is part of it
         elif len(self._jumps) == 1:
             factor = noise_factor(self.embedding) * serve.noise_temperature
             self._noise_factor = factor.to(self.dtype)
+        if serve.draft_quantization == "fp8":
+            self._release_quantized()
 
     def _draft_ids(self, serve: FlashMapServeConfig) -> Optional[torch.Tensor]:
         """Token ids of the draft vocabulary ``(Vd,)``, or None for the whole vocabulary."""
@@ -318,6 +338,47 @@ class FlashMapDraftModel(nn.Module):
         self._context_k_norm = torch.stack(
             [layer.cross_attn.k_norm.weight.data for layer in self.layers]
         )
+
+    def _project(self, *, fp8: bool) -> None:
+        """The products of a draft; with ``fp8`` in e4m3, except ``fc``, whose input has the target's
+        outliers and, in a prefill, would be quantized too."""
+        if fp8 and self.dtype == torch.float32:
+            raise ValueError(
+                "--speculative-flashmap-draft-quantization fp8 needs a draft of 16 bits, and this one "
+                "is float32; pass --dtype bfloat16 or leave it out."
+            )
+
+        def of(module: nn.Linear) -> Projection:
+            return Projection.of(module.weight, module.bias, fp8=fp8)
+
+        self._projections = [
+            LayerProjections(
+                Projection.of(qkv, fp8=fp8),
+                of(layer.self_attn.o_proj),
+                of(layer.cross_attn.q_proj),
+                of(layer.cross_attn.o_proj),
+                of(layer.mlp.fc1),
+                of(layer.mlp.fc2),
+            )
+            for layer, qkv in zip(self.layers, self._self_qkv_weights)
+        ]
+        self._context_kv = Projection.of(self._context_kv_weight, fp8=fp8)
+        self._anchor_proj, self._x_embed = of(self.anchor_proj), of(self.x_embed)
+        self._head = Projection.of(self._folded_head, self._folded_bias, fp8=fp8)
+        self._folded_head = self._head.weight
+
+    def _release_quantized(self) -> None:
+        """Free the 16-bit weights whose products are e4m3."""
+        modules = [self.anchor_proj, self.x_embed]
+        for layer in self.layers:
+            for attention in (layer.self_attn, layer.cross_attn):
+                modules += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+            modules += [layer.mlp.fc1, layer.mlp.fc2]
+        for module in modules:
+            if can_quantize(module.weight):
+                module.weight.data = module.weight.new_empty(0)
+        self._context_kv_weight = self._context_kv.weight
+        self._self_qkv_weights = [projections.self_qkv.weight for projections in self._projections]
 
     def _fold_head(
         self, lm_head: torch.Tensor, bias: Optional[torch.Tensor], logit_scale: float
@@ -376,6 +437,7 @@ class FlashMapDraftModel(nn.Module):
             eps=self.config.rms_norm_eps,
             temperature=self.serve.noise_temperature,
             max_error=self.serve.noise_error,
+            fp8=self.serve.draft_quantization == "fp8",
         )
 
     def _jump_constants(self, start: float, end: float) -> JumpConstants:
@@ -404,9 +466,17 @@ class FlashMapDraftModel(nn.Module):
 
     def derived_bytes(self) -> int:
         """Bytes of what ``attach_target`` computed and keeps besides the checkpoint."""
-        tensors = [self._folded_head, self._folded_bias, self._uniform, self._noise_factor]
-        noise = self._folded_noise.bytes() if self._folded_noise is not None else 0
-        return noise + sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        own = {p.data_ptr() for p in self.parameters()}
+        products = [*self._projection_list(), Projection(self._uniform)]
+        if self._noise_factor is not None:
+            products.append(Projection(self._noise_factor))
+        kept = {t.data_ptr(): t for product in products for t in product.tensors()}
+        return sum(t.nbytes for address, t in kept.items() if address not in own)
+
+    def _projection_list(self) -> list[Projection]:
+        layers = [product for layer in self._projections for product in layer]
+        state = self._x_embed if self._folded_noise is None else self._folded_noise.projection
+        return [*layers, self._context_kv, self._anchor_proj, state, self._head]
 
     # --- context ---------------------------------------------------------------------------
 
@@ -462,7 +532,7 @@ class FlashMapDraftModel(nn.Module):
         """Write the anchors' context entries: token ids ``anchors (B,)`` at ``positions (B,)`` into
         pool ``slots (B,)``, for requests whose ``active (B,)`` int32 is 1."""
         embedded = self.embedding[anchors].to(self.dtype)
-        hidden = skinny_linear(embedded, self.anchor_proj.weight, self.anchor_proj.bias)
+        hidden = self._anchor_proj(embedded)
         entry = rms_norm(hidden, self.anchor_norm.weight, self.config.rms_norm_eps)
         self._write_context(
             entry,
@@ -477,7 +547,7 @@ class FlashMapDraftModel(nn.Module):
         self, entry, *, positions, slots, key_buffers, value_buffers, commit_lens
     ) -> None:
         config = self.config
-        kv = skinny_linear(entry, self._context_kv_weight).view(
+        kv = self._context_kv(entry).view(
             -1, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
         )
         rope = rope_table(positions, config.head_dim, config.rope_theta)
@@ -545,7 +615,7 @@ class FlashMapDraftModel(nn.Module):
 
     def _logits(self, hidden: torch.Tensor, out: Optional[torch.Tensor]) -> torch.Tensor:
         """The folded head: ``(rows, d) -> (rows, Vd)``."""
-        return skinny_linear(hidden, self._folded_head, self._folded_bias, out=out)
+        return self._head(hidden, out=out)
 
     def _jump_logits(self, state, jump, rope, context, num_candidates, out) -> torch.Tensor:
         """One jump from the vocabulary-wide ``state (rows, V)``."""
@@ -574,7 +644,7 @@ class FlashMapDraftModel(nn.Module):
     def _mix(self, posterior, embedded, jump: JumpConstants) -> torch.Tensor:
         normed = rms_norm(embedded, self.noise_norm.weight, self.config.rms_norm_eps)
         mixed = posterior + jump.noise_gate * normed
-        return skinny_linear(mixed, self.x_embed.weight, self.x_embed.bias)
+        return self._x_embed(mixed)
 
     def _dit(self, x, jump: JumpConstants, rope, context, num_candidates) -> torch.Tensor:
         """The DiT on embedded rows ``x (B·N·K, d)``, up to and with the final AdaLN."""
@@ -583,35 +653,31 @@ class FlashMapDraftModel(nn.Module):
         slots = config.block_size
         requests = x.shape[0] // (num_candidates * slots)
         branch = gate = None
-        for i, (layer, (self_mod, cross_mod, mlp_mod)) in enumerate(zip(self.layers, jump.layers)):
+        layers = zip(self.layers, self._projections, jump.layers)
+        for i, (layer, project, (self_mod, cross_mod, mlp_mod)) in enumerate(layers):
             x, h = adaln(x, branch, gate, self_mod.scale1, self_mod.shift, eps)
             attended = block_self_attention(
-                skinny_linear(h, self._self_qkv_weights[i]).view(
-                    requests * num_candidates, slots, -1
-                ),
+                project.self_qkv(h).view(requests * num_candidates, slots, -1),
                 layer.self_attn.q_norm.weight,
                 layer.self_attn.k_norm.weight,
                 rope,
                 config.qk_norm_eps,
                 heads,
             )
-            branch = skinny_linear(attended.reshape(-1, heads * dim), layer.self_attn.o_proj.weight)
+            branch = project.self_o(attended.reshape(-1, heads * dim))
 
             x, h = adaln(x, branch, self_mod.gate, cross_mod.scale1, cross_mod.shift, eps)
-            query = skinny_linear(h, layer.cross_attn.q_proj.weight)
             attended = self.attention(
-                query.view(requests, num_candidates * slots, heads, dim),
+                project.cross_q(h).view(requests, num_candidates * slots, heads, dim),
                 QueryNorm(layer.cross_attn.q_norm.weight, rope, config.qk_norm_eps),
                 context.key_buffers[i],
                 context.value_buffers[i],
                 context,
             )
-            branch = skinny_linear(
-                attended.reshape(-1, heads * dim), layer.cross_attn.o_proj.weight
-            )
+            branch = project.cross_o(attended.reshape(-1, heads * dim))
 
             x, h = adaln(x, branch, cross_mod.gate, mlp_mod.scale1, mlp_mod.shift, eps)
-            branch, gate = layer.mlp(h), mlp_mod.gate
+            branch, gate = project.mlp(h), mlp_mod.gate
         _, h = adaln(x, branch, gate, jump.final.scale1, jump.final.shift, eps)
         return h
 

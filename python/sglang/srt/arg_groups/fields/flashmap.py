@@ -65,3 +65,8 @@ class FlashMapSpecFields(msgspec.Struct):
         "FLASHMAP only. Rows per request in a verify forward, W: the last token and W - 1 drafts. The "
         "same as --speculative-num-draft-tokens; 'auto' is the block size plus one.",
     ] = "auto"
+    speculative_flashmap_draft_quantization: A[
+        Literal["none", "fp8"],
+        "FLASHMAP only. 'fp8' keeps the draft's large weights in e4m3 with a scale per output channel "
+        "(Ada, Hopper and later). Output is lossless either way.",
+    ] = "none"

@@ -41,6 +41,8 @@ class FlashMapServeConfig:
     """Candidate blocks per batch."""
     tree_temperature: float = 0.3
     """Sampled requests above it are verified as chains, by rejection, on a server of trees too."""
+    draft_quantization: str = "none"
+    """Weights of the draft: ``none`` as in the checkpoint, ``fp8`` e4m3."""
 
     def __post_init__(self) -> None:
         most = max(self.tree_candidates, 1) * self.block_size + 1
@@ -93,6 +95,7 @@ class FlashMapServeConfig:
             tree_candidates=spec.speculative_flashmap_tree_candidates,
             tree_budget=spec.speculative_flashmap_tree_budget,
             tree_temperature=spec.speculative_flashmap_tree_temperature,
+            draft_quantization=spec.speculative_flashmap_draft_quantization,
         )
 
 

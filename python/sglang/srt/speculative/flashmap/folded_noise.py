@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from sglang.kernels.ops.speculative.flashmap.noise import normalise_noise
-from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
 from sglang.srt.speculative.flashmap.noise import embedding_gram
+from sglang.srt.speculative.flashmap.projection import Projection
 
 # Directions are kept in multiples of this, a tile of the product's reduction.
 _MULTIPLE = 64
@@ -35,10 +35,10 @@ _MULTIPLE = 64
 class FoldedNoise:
     """``noise (rows, width) -> (rows, d)``, the embedded input of the jump from noise."""
 
-    weight: torch.Tensor
-    """``Mᵀ (d, width)``."""
-    base: torch.Tensor
-    """``u Wᵀ + b (d,)``."""
+    projection: Projection
+    """Weight ``Mᵀ (d, width)``, bias ``u Wᵀ + b (d,)``."""
+    dtype: torch.dtype
+    """Of the noise that is multiplied, and of the result."""
     variances: torch.Tensor
     """``T² λ / H (width,)`` float32 of the kept directions."""
     offset: float
@@ -61,9 +61,10 @@ class FoldedNoise:
         eps: float,
         temperature: float,
         max_error: float,
+        fp8: bool = False,
     ) -> "FoldedNoise":
         """Fold ``embedding (V, H)``, ``uniform (1, H)``, ``norm_weight (H,)`` and x_embed's
-        ``weight (d, H)`` and ``bias (d,)``, in the dtype of ``weight``."""
+        ``weight (d, H)`` and ``bias (d,)``, in the dtype of ``weight`` or with e4m3 weights."""
         hidden = embedding.shape[1]
         values, vectors = torch.linalg.eigh(embedding_gram(embedding))
         values = values.clamp_min(0)
@@ -75,8 +76,10 @@ class FoldedNoise:
         scaled = values * (temperature**2 / hidden)
         base = uniform.double() @ weight.double().T + bias.double()
         return cls(
-            weight=folded[:kept].T.to(weight.dtype).contiguous(),
-            base=base[0].to(weight.dtype),
+            projection=Projection.of(
+                folded[:kept].T.to(weight.dtype).contiguous(), base[0].to(weight.dtype), fp8=fp8
+            ),
+            dtype=weight.dtype,
             variances=scaled[:kept].float(),
             offset=eps + float(scaled[kept:].sum()),
             gate=gate.float() * temperature,
@@ -88,12 +91,9 @@ class FoldedNoise:
         """Standard normal draws per row."""
         return self.variances.shape[0]
 
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.weight, self.base, self.variances))
-
     def __call__(self, noise: torch.Tensor) -> torch.Tensor:
-        z, scale = normalise_noise(noise, self.variances, self.gate, self.offset, self.weight.dtype)
-        return skinny_linear(z, self.weight, self.base, row_scale=scale)
+        z, scale = normalise_noise(noise, self.variances, self.gate, self.offset, self.dtype)
+        return self.projection(z, row_scale=scale)
 
 
 def _kept_directions(

@@ -22,6 +22,7 @@ _OPS = (
     ("cross_attention", "paged_cross_attention"),
     ("context_kv", "write_context_kv"),
     ("filter_logits", "filter_logits"),
+    ("fp8_linear", "quantize_rows"),
     ("noise", "uniform_noise"),
     ("noise", "gaussian_noise"),
     ("noise", "normalise_noise"),
