@@ -3,8 +3,8 @@
 Few rows (``MAX_ROWS`` of :mod:`.skinny_linear`) leave ``x`` in 16 bits: their time is that of the
 weights' bytes, which are halved. More rows are computed on FP8 tensor cores, for which ``x`` is
 quantized too, with a scale per row (``torch._scaled_mm`` with row-wise scales; Ada, Hopper and
-later). The torch reference emulates both: a product of the values that the two sides are rounded to,
-in float32.
+later). The torch reference emulates both: a float32 product of the values that the two sides are
+rounded to.
 """
 
 from typing import Optional, Tuple
@@ -90,7 +90,7 @@ _quantize_rows_op = register_custom_op(
 
 
 def quantize_rows(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """``x (T, K)`` of any float dtype as e4m3 ``(T, K)`` and float32 ``scale (T,)`` whose product it is.
+    """``x (T, K)`` of any float dtype as the product of e4m3 ``(T, K)`` and float32 ``scale (T,)``.
 
     The largest magnitude of a row becomes 448, e4m3's own; weights are quantized by it too.
     """

@@ -1,9 +1,10 @@
 """Programmatic dependent launch: a kernel may start before the one in front of it has ended.
 
 A draft is some eighty kernels of a few microseconds, so the gaps between one's last store and the
-next one's first load add up. On sm_90 and later a kernel launched with ``launch_pdl`` starts as soon
-as every program of its predecessor has called ``launch_dependents`` (or ended), and blocks in
-``wait_for_inputs`` until the predecessor has ended and its stores are visible. In between it may read constants only: weights, and nothing that an earlier kernel writes.
+next one's first load add up. On sm_90 and later a kernel launched with ``launch_pdl`` starts when
+every program of its predecessor has called ``launch_dependents`` (or ended), and blocks in
+``wait_for_inputs`` until the predecessor has ended and its stores are visible. In between it may
+read constants only: weights, and nothing that an earlier kernel writes.
 
 Every kernel launched so waits before it reads or writes anything else, whatever came before it. So
 when one has ended, all that were launched before it have, and buffers may be reused as in a stream

@@ -148,7 +148,7 @@ def _gaussian_noise_op(
 def uniform_noise(
     seeds: torch.Tensor, offsets: torch.Tensor, width: int, stream: int
 ) -> torch.Tensor:
-    """Uniform draws in (0, 1): int64 ``seeds (R,)`` and ``offsets (R,)`` -> float32 ``(R, width)``."""
+    """Uniform draws in (0, 1): int64 ``seeds, offsets (R,)`` -> float32 ``(R, width)``."""
     op = _uniform_noise_op if seeds.is_cuda else uniform_noise_torch
     return op(seeds, offsets, width, stream)
 
@@ -156,7 +156,7 @@ def uniform_noise(
 def gaussian_noise(
     seeds: torch.Tensor, offsets: torch.Tensor, width: int, stream: int
 ) -> torch.Tensor:
-    """Standard normal draws: int64 ``seeds (R,)`` and ``offsets (R,)`` -> float32 ``(R, width)``."""
+    """Standard normal draws: int64 ``seeds, offsets (R,)`` -> float32 ``(R, width)``."""
     op = _gaussian_noise_op if seeds.is_cuda else gaussian_noise_torch
     return op(seeds, offsets, width, stream)
 
@@ -261,7 +261,8 @@ def normalise_noise(
         dtype: of the rounded noise.
 
     Returns:
-        ``noise (R, width)`` in ``dtype`` and ``gate · rsqrt(Σ variances · noise² + offset) (R,)`` float32.
+        ``noise (R, width)`` in ``dtype``, and ``gate · rsqrt(Σ variances · noise² + offset)``,
+        ``(R,)`` float32.
     """
     op = _normalise_noise_op if noise.is_cuda else normalise_noise_torch
     return op(noise, variances, gate, offset, dtype)
