@@ -5,8 +5,9 @@
 
 ``compare`` starts one engine per mode on one GPU, all at once (starting takes longest), then lets
 them measure one after another while the others idle; ``run`` measures a single mode. A mode is
-``plain``, ``flashmap`` or ``dflash``, with ``:N`` for a simulated accept length of N (upstream's
-SGLANG_SIMULATE_ACC_LEN) and ``@T`` for a sampling temperature. Weights are random, so without a
+``plain``, ``flashmap``, ``tree`` (8 candidates, W 17) or ``dflash``, with ``/BACKEND`` for an
+attention backend, ``:N`` for a simulated accept length of N (upstream's SGLANG_SIMULATE_ACC_LEN)
+and ``@T`` for a sampling temperature, in this order. Weights are random, so without a
 simulated length nearly nothing is accepted. ``table`` prints the results in ``--out``.
 
 Milliseconds per step are (time of a run − time of a one-token run of other prompts of the same
@@ -48,12 +49,15 @@ def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
     )
     if options.attention_backend:
         arguments["attention_backend"] = options.attention_backend
-    if options.mode == "flashmap":
+    if options.mode in ("flashmap", "tree"):
         arguments |= dict(
             speculative_algorithm="FLASHMAP",
             speculative_draft_model_path=shapes.write(folder / "flashmap", shapes.FLASHMAP),
             speculative_draft_load_format="dummy",
         )
+        if options.mode == "tree":
+            arguments["speculative_flashmap_tree_candidates"] = 8
+            arguments["speculative_num_draft_tokens"] = 17
         if options.verify_width:
             arguments["speculative_num_draft_tokens"] = options.verify_width
     elif options.mode == "dflash":
@@ -163,12 +167,14 @@ def compare(options: argparse.Namespace) -> None:
     for i, mode in enumerate(options.modes):
         name, _, temperature = mode.partition("@")
         name, _, length = name.partition(":")
+        name, _, backend = name.partition("/")
         turn = out / f"turn{i}"
         for stale in (turn, turn.with_suffix(".ready")):
             stale.unlink(missing_ok=True)
         command = [sys.executable, __file__, "run", "--mode", name, "--out", str(out)]
         command += ["--turn", str(turn), "--accept-length", length or "0"]
-        command += ["--temperature", temperature or "0", *options.passed_on]
+        command += ["--temperature", temperature or "0", "--attention-backend", backend]
+        command += options.passed_on
         with (out / f"log{i}.txt").open("w") as log:
             processes.append((turn, subprocess.Popen(command, stdout=log, stderr=log)))
     for turn, process in processes:
@@ -182,7 +188,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def label_of(options: argparse.Namespace) -> str:
-    label = options.mode
+    label = " ".join(filter(None, (options.mode, options.attention_backend)))
     if options.accept_length:
         label += f" accept {options.accept_length:g}"
     if options.verify_width:
@@ -215,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("run", help="measure one mode")
-    one.add_argument("--mode", choices=("plain", "flashmap", "dflash"), required=True)
+    one.add_argument("--mode", choices=("plain", "flashmap", "tree", "dflash"), required=True)
     one.add_argument("--out", required=True)
     one.add_argument("--label")
     one.add_argument("--accept-length", type=float, default=0.0, help="simulate this accept length")
@@ -226,13 +232,13 @@ def main() -> None:
     one.add_argument("--tokens", type=int, default=160)
     one.add_argument("--repeats", type=int, default=3)
     one.add_argument("--turn", help="measure only when this file exists (set by compare)")
-    one.add_argument("--attention-backend")
+    one.add_argument("--attention-backend", help="empty: the server's choice")
     one.add_argument("--profile", help="write a trace of a short run per batch size here")
     one.add_argument("--verbose", action="store_true")
     merge = verbs.add_parser("table", help="print the measured modes side by side")
     merge.add_argument("--out", required=True)
     several = verbs.add_parser("compare", help="measure several modes side by side")
-    several.add_argument("modes", nargs="+", help="plain, flashmap, flashmap:4, flashmap@1, dflash:4")
+    several.add_argument("modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, dflash:4")
     several.add_argument("--out", required=True)
     options, passed_on = parser.parse_known_args()
     if passed_on and options.verb != "compare":
