@@ -16,6 +16,12 @@ from sglang.srt.arg_groups.arg_utils import A
 class FlashMapSpecFields(msgspec.Struct):
     """The ``speculative_flashmap_*`` fields of the ``spec`` namespace."""
 
+    speculative_flashmap_verify_attention: A[
+        Literal["auto", "backend", "splitkv"],
+        "Attention of verify steps, of any speculative algorithm: the attention backend's own, or "
+        "split-KV, for which verify runs on the triton backend. 'auto': with FLASHMAP and no attention "
+        "backend given, split-KV where it was measured to be the best choice; 'backend' otherwise.",
+    ] = "auto"
     speculative_flashmap_num_steps: A[
         Optional[int],
         "FLASHMAP only. Jumps per draft block; the draft checkpoint must have a jump grid for this "
