@@ -1,9 +1,9 @@
 """Runs the triton backend's verify step with split-KV attention under Triton's interpreter.
 
 A process of its own, because TRITON_INTERPRET has to be set before Triton is first imported:
-`python interpreted_verify.py CASES RESULTS` loads a list of cases (see `verify`) and saves one output
-for each. The backend is upstream's class with our subclass; what it reads of a model runner is stood
-in for.
+`python interpreted_verify.py CASES RESULTS` loads a list of cases (see `verify`) and saves one
+output for each. The backend is the one that is served; what it reads of a model runner is stood in
+for.
 """
 
 from __future__ import annotations

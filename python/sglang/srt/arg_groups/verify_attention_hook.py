@@ -1,10 +1,10 @@
 """Resolve ``--speculative-flashmap-verify-attention``, which any speculative algorithm may use.
 
-``splitkv`` and ``backend`` are taken as said, or refused in one sentence. ``auto`` is for FLASHMAP,
-and means split-KV where it was measured to be the best choice (``verify_crossover.py``) and the user
-has not chosen another attention backend. Upstream's algorithms keep their backend's verify
-attention unless told otherwise. Prefill stays on its own backend: only verify, which with
-speculation is all of decoding, moves to triton, whose class with split-KV then serves it.
+``splitkv`` and ``backend`` are taken as said, or refused in one sentence. ``auto`` is for FLASHMAP:
+split-KV where it was measured to be the best choice (``verify_crossover.py``), unless the user gave
+another attention backend. Upstream's algorithms keep their backend's verify attention unless told
+otherwise. Prefill stays on its own backend: only verify, which with speculation is all of decoding,
+moves to triton, whose class with split-KV then serves it.
 
 ``triton_splitkv`` as an attention backend is short for triton with ``splitkv``.
 """
@@ -86,7 +86,7 @@ def _refusal(server_args: Any) -> Optional[str]:
     if cfg.dcp_size > 1:
         return "does not go with --dcp-size above 1; leave one out"
     if cfg.kv_cache_dtype not in _POOL_DTYPES:
-        return f"does not read a KV cache of {cfg.kv_cache_dtype}; pass --kv-cache-dtype auto or fp8_e4m3"
+        return f"does not read a KV cache of {cfg.kv_cache_dtype}; pass --kv-cache-dtype auto"
     if _is_mla(server_args):
         return "does not serve targets with latent attention (MLA); pass backend"
     prefill, decode = attention_backends_of(resolved_view(server_args))
