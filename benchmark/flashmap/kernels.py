@@ -47,7 +47,9 @@ from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
     skinny_linear,
     skinny_linear_torch,
 )
+from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices, slot_choices_torch
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree, plan_tree_torch
+from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree, grow_tree_torch
 from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree, walk_tree_torch
 
 # The draft of Qwen3-8B.
@@ -55,6 +57,7 @@ LAYERS, DIM, HEADS, HEAD_DIM, SLOTS, VOCAB = 6, 2048, 16, 128, 16, 32768
 EPS, THETA = 1e-6, 10_000.0
 TARGET_LAYERS, TARGET_KV_HEADS = 36, 8
 VERIFY_WIDTH, COMMITTED = 17, 4
+CHOICES = 8  # likeliest tokens of a draw that a tree may hold at a slot
 REPLAYS = 50
 
 
@@ -178,6 +181,25 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
     chain = torch.zeros(batch, dtype=torch.bool, device="cuda")
     # Nine drafts in ten are token 0, so that candidates share prefixes.
     drafts = torch.randint(10, (batch, candidates, SLOTS), device="cuda") // 9
+    heat = torch.zeros(batch, device="cuda")
+    per_draw = logits.view(batch, candidates, SLOTS, VOCAB)
+    for draws in (1, candidates):
+        args_choices = (per_draw[:, :draws].contiguous(), ids, heat, CHOICES)
+        choices, probs = slot_choices(*args_choices)
+        yield Row(
+            f"slot_choices N={draws}",
+            size(args_choices[0], choices, probs),
+            lambda args=args_choices: slot_choices(*args),
+            lambda args=args_choices: slot_choices_torch(*args),
+        )
+        for width in (VERIFY_WIDTH, 65):
+            args_grow = (anchors, choices, probs, drafts[:, 0].contiguous(), width, chain)
+            yield Row(
+                f"grow_tree N={draws} W={width}",
+                size(anchors, choices, probs, chain, *grow_tree(*args_grow).tensors()),
+                lambda args=args_grow: grow_tree(*args),
+                lambda args=args_grow: grow_tree_torch(*args),
+            )
     for width in (VERIFY_WIDTH, 65):
         args_plan = (anchors, drafts, width, chain)
         plan = plan_tree(*args_plan)

@@ -27,7 +27,9 @@ from sglang.kernels.ops.speculative.flashmap import (
     rope,
     sampler,
     skinny_linear,
+    slot_choices,
     tree,
+    tree_growth,
     tree_walk,
 )
 from sglang.kernels.ops.speculative.flashmap import launch as launching
@@ -103,6 +105,11 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         for scores in (None, blocks.float()):
             tree.plan_tree_triton(longs, blocks, longs > 0, plan.tensors(), scores)
         full_mask.write_full_mask_triton(plan.mask, longs, torch.zeros(9, dtype=torch.bool))
+    for draws, count, width in ((1, 8, 17), (8, 4, 129)):
+        logits = torch.zeros(1, draws, ROWS, 5000, dtype=dtype)
+        tokens, probs = slot_choices.slot_choices_triton(logits, ids, torch.zeros(1), count)
+        grown = tree.TreePlan.empty(1, width, tokens.device).tensors()
+        tree_growth.grow_tree_triton(longs[:1], tokens, probs, longs[None], longs[:1] > 0, grown)
     path, _ = tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
     for pool_dtype in pool_dtypes:
         pool = torch.zeros(9, KV_HEADS, HEAD_DIM).to(pool_dtype)

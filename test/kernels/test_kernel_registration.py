@@ -14,7 +14,9 @@ from sglang.kernels.ops.speculative.flashmap import (
     norm,
     rope,
     sampler,
+    slot_choices,
     tree,
+    tree_growth,
     tree_walk,
 )
 from sglang.kernels.registry import registry
@@ -24,7 +26,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 18
+    assert len(OPS) == 20
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -66,6 +68,17 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     9,
                     new(rows, dtype=torch.bool),
                 ).tensors(),
+                *slot_choices.slot_choices(
+                    new(rows, 2, 4, 50), None, new(rows, dtype=torch.float32), 3
+                ),
+                *tree_growth.grow_tree(
+                    longs,
+                    new(rows, 4, 6, dtype=torch.int64),
+                    new(rows, 4, 6, 2, dtype=torch.float32),
+                    new(rows, 4, dtype=torch.int64),
+                    9,
+                    new(rows, dtype=torch.bool),
+                ).tensors(),
             ]
             if device == "cuda":
                 # Their references read lengths and temperatures on the host.
@@ -96,5 +109,5 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     context_kv.write_context_kv(kv, weights, table, longs, pool, pool, 1e-6) is None
                 )
             assert all(out.device.type == device for out in outputs)
-            results[device] = [(out.shape, out.dtype) for out in outputs[:17]]
+            results[device] = [(out.shape, out.dtype) for out in outputs[:28]]
     assert results["cuda"] == results["cpu"]

@@ -5,7 +5,9 @@ has a node per distinct prefix, and a node's votes, the candidates that pass thr
 the prefix's probability under the draft. The ``W - 1`` nodes with most votes are kept beside the
 root, ties going to the smaller depth, then to the smaller candidate. Votes never grow with depth,
 so this order lists parents first and keeps the parents of whatever it keeps. Scores, where given,
-rank nodes of equal votes before their depth does; most nodes have one vote.
+rank nodes of equal votes before their depth does; most nodes have one vote. Candidates of a draft
+that hardly looks at its noise are all the same: :mod:`.tree_growth` grows a tree from what a draft
+says of each slot instead, and has what was measured.
 
 One program plans one request. What makes that short:
 
@@ -104,6 +106,16 @@ def _least(values: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     return torch.where(least == limit, -1, least)
 
 
+def tree_links(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``first_child`` and ``next_sibling`` of a :class:`TreePlan`'s ``parents``, in torch."""
+    node = torch.arange(parents.shape[1], device=parents.device)
+    is_child = parents[:, None, :] == node[:, None]
+    is_later_sibling = (parents[:, None, :] == parents[:, :, None]) & (node > node[:, None])
+    is_later_sibling &= (parents >= 0)[:, :, None]
+    node = node.expand_as(is_child)
+    return _least(node, is_child), _least(node, is_later_sibling)
+
+
 def plan_tree_torch(
     anchors: torch.Tensor,
     candidates: torch.Tensor,
@@ -147,17 +159,14 @@ def plan_tree_torch(
     mask[:, 0, 0] = True
 
     parents = F.pad(parents.masked_fill(~kept, -1), (1, 0), value=-1)
-    node = torch.arange(width, device=device)
-    is_child = parents[:, None, :] == node[:, None]
-    is_later_sibling = (parents[:, None, :] == parents[:, :, None]) & (node > node[:, None])
-    is_later_sibling &= (parents >= 0)[:, :, None]
+    first_child, next_sibling = tree_links(parents)
     return TreePlan(
         tokens=torch.cat((anchors[:, None], candidates.flatten(1).gather(1, index) * kept), dim=1),
         parents=parents.int(),
         depths=F.pad((node_slot + 1) * kept, (1, 0)).int(),
         mask=mask,
-        first_child=_least(node.expand_as(is_child), is_child),
-        next_sibling=_least(node.expand_as(is_child), is_later_sibling),
+        first_child=first_child,
+        next_sibling=next_sibling,
         num_nodes=(1 + kept.sum(dim=1)).int(),
         trie_nodes=real.sum(dim=(1, 2)).int(),
         distinct=real[:, :, -1].sum(dim=1).int(),
