@@ -127,7 +127,7 @@ def test_sampled_steps_commit_only_what_the_target_can_say(
         )
 
     accepted = accept(slice(None))
-    committed = accepted.out_tokens(drafts)
+    committed = accepted.tokens
     for row, kept in enumerate(accepted.num_correct.tolist()):
         for slot in range(kept + 1):
             assert target[row, slot, committed[row, slot]] > 0
