@@ -4,5 +4,6 @@ Each is a FlashMap release folder to the server (config.json, weights and all it
 `architectures` names a class here: `OracleDraftModel` replays known continuations, corrupted at
 will; `RecordingDraftModel` also runs the real network and keeps what it drafted;
 `ProposalDraftModel` draws from given distributions. `folders.py` writes the folders. They read
-tensors on the host in every step, so they are for CPU servers (no CUDA graph).
+tensors on the host in every step, so they are for CPU servers (no CUDA graph);
+`DeviceOracleDraftModel` replays from tables on the device, for GPUs.
 """
