@@ -14,7 +14,6 @@ two best logprobs of `plain` where a text first differs is printed beside it.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import subprocess
 import sys
@@ -24,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from turn import alone  # noqa: E402
+
 PROMPTS = ROOT / "scripts" / "train" / "heldout.jsonl"
 PLAIN = "plain"
 
@@ -54,6 +56,7 @@ def engine(options: argparse.Namespace, more: dict[str, Any]) -> Any:
         max_total_tokens=max(options.batch_sizes) * 1024,
         log_level="warning",
         random_seed=0,
+        sleep_on_idle=True,  # the others measure meanwhile
     )
     if options.mode != PLAIN:
         arguments |= dict(
@@ -97,8 +100,7 @@ def run(options: argparse.Namespace) -> None:
     chosen = prompts(options)
     running = engine(options, json.loads(options.arguments))
     result: dict[str, Any] = {"domains": [domain for domain, _ in chosen], "batches": {}}
-    with (options.out / "turn").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    with alone():
         for size in options.batch_sizes:
             answer_all(running, chosen[:size], size, options)  # warm-up
             result["batches"][str(size)] = answer_all(running, chosen, size, options)

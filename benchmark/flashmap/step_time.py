@@ -28,6 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import shapes  # noqa: E402
+from turn import alone  # noqa: E402
 
 
 def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
@@ -45,6 +46,7 @@ def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
         mem_fraction_static=0.9,
         max_total_tokens=max(options.batch_sizes) * (options.context + options.tokens + 64),
         random_seed=0,
+        sleep_on_idle=True,  # the others measure meanwhile
         log_level="warning" if not options.verbose else "info",
     )
     if options.attention_backend:
@@ -130,7 +132,8 @@ def run(options: argparse.Namespace) -> None:
         while not turn.exists():
             time.sleep(0.2)
     for batch_size in options.batch_sizes:
-        row = measure(engine, batch_size, options, seed=batch_size)
+        with alone():
+            row = measure(engine, batch_size, options, seed=batch_size)
         result["batches"][str(batch_size)] = row
         print(
             f"{result['label']}: {batch_size} requests, {row['step_ms']:.2f} ms a step, "
