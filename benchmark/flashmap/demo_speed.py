@@ -29,7 +29,7 @@ PROMPTS = ROOT / "scripts" / "train" / "heldout.jsonl"
 DRAFT = ROOT / "drafts" / "smollm2-135m-instruct"
 
 
-def start(width: int, options: argparse.Namespace) -> EngineProcess:
+def start(width: int | None, options: argparse.Namespace) -> EngineProcess:
     """The engine of a verify width; 0: plain, None: FLASHMAP's own choice."""
     arguments = dict(
         model_path=str(options.target),
@@ -88,10 +88,12 @@ def run(options: argparse.Namespace) -> None:
     sampling = dict(
         temperature=options.temperature, max_new_tokens=options.max_new_tokens, sampling_seed=1
     )
-    engines = {width: start(width, options) for width in (0, *options.widths)}
-    answers: dict[int, list[Answer]] = {width: [] for width in engines}
+    engines: dict[int | None, EngineProcess] = {}
     domains = []
     try:
+        for width in (0, *options.widths):
+            engines[width] = start(width, options)
+        answers: dict[int | None, list[Answer]] = {width: [] for width in engines}
         chosen = prompts(options)
         for engine in engines.values():
             engine.answer(chosen[0][1], **sampling)  # warm-up

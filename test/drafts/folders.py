@@ -12,6 +12,15 @@ from drafts.replay import Corruption, Reference
 PACKAGE = "drafts"
 
 
+def whole_block(draft: Path, args: Sequence[object]) -> tuple[object, ...]:
+    """Flags that make a CPU server verify all drafts of a block; none where `args` name a width."""
+    named = {"--speculative-num-draft-tokens", "--speculative-flashmap-verify-width"}
+    path = draft / "config.json"
+    if named & set(args) or not path.exists():
+        return ()
+    return "--speculative-num-draft-tokens", json.loads(path.read_text()).get("block_size", 16) + 1
+
+
 def write_draft(folder: Path, base: Path, architecture: str, **settings: Any) -> Path:
     """Copy the draft `base` to `folder` with another architecture and more config keys."""
     shutil.copytree(base, folder)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
-from drafts.folders import PACKAGE
+from drafts.folders import PACKAGE, whole_block
 from drafts.replay import Corruption, Reference, Shape, predicted_accepts
 from e2e_prompts import LONG, RAW
 from serving import Server
@@ -34,6 +34,7 @@ def flashmap_server(target: Path, draft: Path, *args: object, **options: Any) ->
         *FLOAT32,
         "--speculative-algorithm", "FLASHMAP",
         "--speculative-draft-model-path", draft,
+        *whole_block(draft, args),
         *args,
         env=ENVIRONMENT,
         **options,

@@ -58,7 +58,7 @@ def resolve(folders: Path) -> Callable:
 def test_defaults(resolve: Callable) -> None:
     view = resolve()
     assert view.speculative_algorithm == "FLASHMAP"
-    assert view.speculative_num_draft_tokens == 9  # the anchor and the block
+    assert view.speculative_num_draft_tokens == 5  # the anchor and half the block: a CPU
     assert view.speculative_num_steps == view.speculative_eagle_topk == 1
     assert view.speculative_flashmap_num_steps is view.speculative_flashmap_draft_vocab_size is None
     assert view.attention_backend == "torch_native"
@@ -70,7 +70,7 @@ def test_defaults(resolve: Callable) -> None:
 @pytest.mark.parametrize("name", ["FLASHMAP", "flashmap", "FlashMap"])
 def test_the_algorithms_name_in_any_case(resolve: Callable, name: str) -> None:
     view = resolve(f"--speculative-algorithm {name}")
-    assert view.speculative_algorithm == "FLASHMAP" and view.speculative_num_draft_tokens == 9
+    assert view.speculative_algorithm == "FLASHMAP" and view.speculative_num_draft_tokens == 5
 
 
 ACCEPTED = {
@@ -109,9 +109,9 @@ ACCEPTED = {
     ),
     "one-candidate": (
         "--speculative-flashmap-tree-candidates 1",
-        dict(speculative_eagle_topk=1, speculative_num_draft_tokens=9),
+        dict(speculative_eagle_topk=1, speculative_num_draft_tokens=5),
     ),
-    "width": ("--speculative-flashmap-verify-width 5", dict(speculative_num_draft_tokens=5)),
+    "width": ("--speculative-flashmap-verify-width 7", dict(speculative_num_draft_tokens=7)),
     "width-twice": (
         "--speculative-flashmap-verify-width 5 --speculative-num-draft-tokens 5",
         dict(speculative_num_draft_tokens=5),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Sequence
 
-from drafts.folders import PACKAGE, write_oracle
+from drafts.folders import PACKAGE, whole_block, write_oracle
 from drafts.replay import Corruption, Reference
 from make_draft import main as make_draft
 from serving import Server, with_habits
@@ -53,6 +53,7 @@ class Models:
             "--model-path", self.target, *COMMON,
             "--speculative-algorithm", "FLASHMAP",
             "--speculative-draft-model-path", draft,
+            *whole_block(draft, args),
             *args,
             env=environment(),
         )  # fmt: skip

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # Backends that verify chains and trees of drafts, by device.
 VERIFY_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
+# Default verify width of chains on a CPU; docs/benchmarks.md has the measurement.
+CPU_VERIFY_WIDTH = 5
 # Of a draft: these read safetensors files, and nothing else of its folder.
 DRAFT_LOAD_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "dummy")
 
@@ -240,7 +242,7 @@ def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
 
 
 def _resolve_verify_width(server_args: Any, config: FlashMapConfig) -> int:
-    """``W``: the anchor and the drafts verified, ``K + 1`` unless asked for another."""
+    """``W``: the anchor and the drafts verified, ``_default_verify_width`` unless asked for."""
     cfg = resolving_view(server_args)
     flags = {"--speculative-num-draft-tokens": server_args.speculative_num_draft_tokens}
     own = cfg.speculative_flashmap_verify_width
@@ -266,7 +268,22 @@ def _resolve_verify_width(server_args: Any, config: FlashMapConfig) -> int:
                 f"from 2 to {most} for {blocks} block size {config.block_size}."
             )
         return width
-    return config.block_size + 1
+    return _default_verify_width(cfg, config, candidates)
+
+
+def _default_verify_width(cfg: Any, config: FlashMapConfig, candidates: int) -> int:
+    """``K + 1``; for chains on a CPU, where a row of a verify forward is never free, fewer."""
+    whole = config.block_size + 1
+    if cfg.device != "cpu" or candidates > 1 or whole <= CPU_VERIFY_WIDTH:
+        return whole
+    logger.info(
+        "FLASHMAP: on a CPU %d of %d drafts are verified a step; --speculative-num-draft-tokens %d "
+        "verifies all.",
+        CPU_VERIFY_WIDTH - 1,
+        config.block_size,
+        whole,
+    )
+    return CPU_VERIFY_WIDTH
 
 
 def _check_architecture(cfg: Any, config: FlashMapConfig) -> None:
