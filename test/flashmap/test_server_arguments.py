@@ -392,7 +392,7 @@ def test_no_draft(folders: Path) -> None:
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("", dict(verify_width=9, grid=(0.0, 1.0), draft_vocab_size=0, block_verification=False)),
+        ("", dict(verify_width=5, grid=(0.0, 1.0), draft_vocab_size=0, block_verification=False)),
         (
             "--speculative-num-draft-tokens 4 --speculative-flashmap-num-steps 3 "
             "--speculative-flashmap-draft-vocab-size 20 --speculative-use-block-verification",

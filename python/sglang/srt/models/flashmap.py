@@ -20,9 +20,10 @@ candidates of one request side by side, so that the request's context is read on
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, fields
-from typing import Iterable, Iterator, Optional
+from typing import Callable, Iterable, Iterator, Optional
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ from sglang.kernels.ops.speculative.flashmap.rope import rope_table
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.flashmap import FlashMapConfig
-from sglang.srt.layers.packed_linear import pack
+from sglang.srt.layers.packed_linear import can_pack, pack
 from sglang.srt.speculative.flashmap.attention import ContextAttention, QueryNorm
 from sglang.srt.speculative.flashmap.checkpoint import (
     DRAFT_VOCAB_TENSORS,
@@ -286,7 +287,7 @@ class FlashMapDraftModel(nn.Module):
             factor = noise_factor(self.embedding) * serve.noise_temperature
             self._noise_factor = factor.to(self.dtype)
         if serve.draft_quantization == "fp8":
-            self._release_quantized()
+            self._release_replaced(can_quantize)
 
     def _draft_ids(self, serve: FlashMapServeConfig) -> Optional[torch.Tensor]:
         """Token ids of the draft vocabulary ``(Vd,)``, or None for the whole vocabulary."""
@@ -367,15 +368,15 @@ class FlashMapDraftModel(nn.Module):
         self._head = Projection.of(self._folded_head, self._folded_bias, fp8=fp8)
         self._folded_head = self._head.weight
 
-    def _release_quantized(self) -> None:
-        """Free the 16-bit weights whose products are e4m3."""
+    def _release_replaced(self, replaced: Callable[[torch.Tensor], bool]) -> None:
+        """Free the weights of which the products hold another form."""
         modules = [self.anchor_proj, self.x_embed]
         for layer in self.layers:
             for attention in (layer.self_attn, layer.cross_attn):
                 modules += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
             modules += [layer.mlp.fc1, layer.mlp.fc2]
         for module in modules:
-            if can_quantize(module.weight):
+            if replaced(module.weight):
                 module.weight.data = module.weight.new_empty(0)
         self._context_kv_weight = self._context_kv.weight
         self._self_qkv_weights = [projections.self_qkv.weight for projections in self._projections]
@@ -403,19 +404,18 @@ class FlashMapDraftModel(nn.Module):
     def pack_weights(self) -> None:
         """Bring the weights that drafts multiply with into the layout a CPU reads fastest, see
         ``layers/packed_linear.py``; to be called once, after ``attach_target``."""
-        self._context_kv_weight = pack(self._context_kv_weight)
-        self._self_qkv_weights = [pack(weight) for weight in self._self_qkv_weights]
-        self._folded_head = pack(self._folded_head)
+
+        def packed(product: Projection) -> Projection:
+            return dataclasses.replace(product, weight=pack(product.weight))
+
+        self._projections = [LayerProjections(*map(packed, layer)) for layer in self._projections]
+        self._context_kv, self._head = packed(self._context_kv), packed(self._head)
+        self._anchor_proj, self._x_embed = packed(self._anchor_proj), packed(self._x_embed)
+        self._folded_head = self._head.weight
         if self._noise_factor is not None:
             self._noise_factor = pack(self._noise_factor)
-        modules = [self.fc, self.x_embed]
-        for layer in self.layers:
-            own, cross = layer.self_attn, layer.cross_attn
-            modules += [own.o_proj, cross.q_proj, cross.o_proj, layer.mlp.fc1, layer.mlp.fc2]
-            for view in (own.q_proj, own.k_proj, own.v_proj, cross.k_proj, cross.v_proj):
-                view.weight.data = view.weight.new_empty(0)  # lets go of the row-major layout
-        for module in modules:
-            module.weight = nn.Parameter(pack(module.weight), requires_grad=False)
+        self._release_replaced(can_pack)
+        self.fc.weight = nn.Parameter(pack(self.fc.weight), requires_grad=False)
 
     def _uniform_embedding(self) -> torch.Tensor:
         """``state_norm(mean of E) (1, H)``: the state term of every jump from ``s = 0``."""
@@ -466,12 +466,16 @@ class FlashMapDraftModel(nn.Module):
 
     def derived_bytes(self) -> int:
         """Bytes of what ``attach_target`` computed and keeps besides the checkpoint."""
-        own = {p.data_ptr() for p in self.parameters()}
+
+        def address(t: torch.Tensor) -> int:
+            return id(t) if t.is_mkldnn else t.data_ptr()
+
+        own = {address(p) for p in self.parameters()}
         products = [*self._projection_list(), Projection(self._uniform)]
         if self._noise_factor is not None:
             products.append(Projection(self._noise_factor))
-        kept = {t.data_ptr(): t for product in products for t in product.tensors()}
-        return sum(t.nbytes for address, t in kept.items() if address not in own)
+        kept = {address(t): t for product in products for t in product.tensors()}
+        return sum(t.numel() * t.element_size() for at, t in kept.items() if at not in own)
 
     def _projection_list(self) -> list[Projection]:
         layers = [product for layer in self._projections for product in layer]

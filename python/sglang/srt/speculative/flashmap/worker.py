@@ -153,12 +153,6 @@ class FlashMapWorker(BaseSpecWorker):
             serve=self.serve,
             attention=attention,
         )
-        if torch.device(self.device).type == "cpu":
-            self.draft_model.pack_weights()
-            logger.info(
-                "FLASHMAP: %.1f MB of the target's weights in oneDNN's layout for verify forwards.",
-                pack_model(target) / 1e6,
-            )
         # The target's own weights are part of what is kept folded.
         target._derived_weight_cache_error = self.draft_model._derived_weight_cache_error
         logger.info(
@@ -171,6 +165,12 @@ class FlashMapWorker(BaseSpecWorker):
             attention.name,
             self.draft_model.derived_bytes() / 1e6,
         )
+        if torch.device(self.device).type == "cpu":
+            self.draft_model.pack_weights()
+            logger.info(
+                "FLASHMAP: %.1f MB of the target's weights in oneDNN's layout for verify forwards.",
+                pack_model(target) / 1e6,
+            )
 
     # --- protocol of the scheduler -----------------------------------------------------------
 
