@@ -188,11 +188,11 @@ def test_mixed_batch_that_the_pool_cannot_hold(server: Server, texts: list[Case]
 
 
 def test_one_request_that_the_pool_cannot_hold(server: Server, texts: list[Case]) -> None:
-    """Nothing is left to retract: it ends, and the server goes on."""
+    """Nothing is left to retract: it ends for its length, with the text that it has."""
     case = texts[0]
     answer = server.generate(case.prompt, max_new_tokens=1900, ignore_eos=True)
     assert answer["output_ids"][: len(case.output)] == case.output
-    assert answer["meta_info"]["finish_reason"]["type"] in ("length", "abort")
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
     assert 900 < len(answer["output_ids"]) < 1000
     (again,) = ask(server, [case])
     assert again["output_ids"] == case.output

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.allocation_sizing import (
     get_req_to_token_extra_context_len,
     page_aligned_decode_alloc_lens,
 )
+from sglang.srt.mem_cache.longest_request import slots_beyond_a_request
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.flashmap.noise import row_offsets
 from sglang.srt.speculative.flashmap.verify import (
@@ -178,6 +179,7 @@ def test_a_row_holds_whatever_a_request_reserves(
         reserve = get_alloc_reserve_per_decode()
         row = context + get_req_to_token_extra_context_len()
         assert get_alloc_len_per_decode() >= width
+        beyond = slots_beyond_a_request()
     committed = min(prompt, context)
     kv = SimpleNamespace(kv_committed_len=committed, kv_allocated_len=-(-committed // page) * page)
     for accept in (*accepts, width):
@@ -190,3 +192,15 @@ def test_a_row_holds_whatever_a_request_reserves(
         assert kv.kv_committed_len + width <= allocated[0] <= row
         kv.kv_allocated_len = allocated[0]
         kv.kv_committed_len = min(kv.kv_committed_len + min(accept, width), context)
+    # The longest request of a pool that it has to itself gets every step it asks for.
+    pool = -(-(prompt + beyond) // page) * page
+    kv = SimpleNamespace(kv_committed_len=pool - beyond, kv_allocated_len=0)
+    _, (allocated,), _ = page_aligned_decode_alloc_lens(
+        [SimpleNamespace(kv=kv)], reserve=reserve, page_size=page
+    )
+    assert allocated <= pool
+
+
+def test_without_speculation_a_request_leaves_one_slot() -> None:
+    with get_context().override_server_args():
+        assert slots_beyond_a_request() == 1
