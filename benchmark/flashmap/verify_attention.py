@@ -4,6 +4,7 @@
     python benchmark/flashmap/verify_attention.py --only splitkv    without sglang
     python benchmark/flashmap/verify_attention.py --check           against the float64 reference
     python benchmark/flashmap/verify_attention.py --tune --json out/tune.json
+    python benchmark/flashmap/verify_attention.py --crossover out/verify.json   no GPU needed
 
 Heads of Qwen3-8B (32 queries, 8 keys, 128 wide), bfloat16, slots scattered over the pool one by
 one. A time is that of CUDA graph replays between two events; successive calls read different
@@ -339,7 +340,12 @@ def compare(args: argparse.Namespace) -> list[dict]:
                     problem = Problem(batch, context, length, tree)
                     floor = problem.kv_bytes / bandwidth * 1e6
                     row = dict(
-                        length=length, batch=batch, context=context, tree=tree, floor_us=floor
+                        capability=list(torch.cuda.get_device_capability()),
+                        length=length,
+                        batch=batch,
+                        context=context,
+                        tree=tree,
+                        floor_us=floor,
                     )
                     calls = max(problem.layers, 8)
                     for name in columns:
@@ -359,6 +365,24 @@ def compare(args: argparse.Namespace) -> list[dict]:
     for error in sorted({f"{k}: {v}" for row in rows for k, v in row.items() if "_error" in k}):
         print(error)
     return rows
+
+
+def crossover(rows: list[dict]) -> dict[tuple[int, int], dict[tuple[bool, int], int]]:
+    """`UP_TO` of srt/layers/attention/verify_crossover.py, for a GPU's full set of rows.
+
+    The largest batch up to which, at every context, split-KV takes at most 5 % longer than the
+    fastest other column; 0 if there is none.
+    """
+    table: dict[tuple[int, int], dict[tuple[bool, int], int]] = {}
+    for row in sorted(rows, key=lambda row: row["batch"], reverse=True):
+        others = [row[name] for name in COLUMNS[1:] if name in row]
+        shape = row["tree"], row["length"] * HEADS // KV_HEADS
+        known = table.setdefault(tuple(row["capability"]), {})
+        known.setdefault(shape, row["batch"])
+        if "splitkv" not in row or not others or row["splitkv"] > 1.05 * min(others):
+            smaller = {r["batch"] for r in rows if r["batch"] < row["batch"]}
+            known[shape] = max(smaller, default=0)
+    return table
 
 
 def plot(rows: list[dict], path: str) -> None:
@@ -539,10 +563,14 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--check", action="store_true", help="compare with float64, no timing")
     parser.add_argument("--tune", action="store_true", help="sweep tile sizes (lengths 17 and 65)")
+    parser.add_argument("--crossover", metavar="JSON", help="print the table of a comparison")
     parser.add_argument("--jobs", type=int, default=12, help="compilers of --tune side by side")
     parser.add_argument("--json", help="where to save the rows")
     parser.add_argument("--plot", help="where to draw time over context")
     args = parser.parse_args()
+    if args.crossover:
+        print(crossover(json.loads(Path(args.crossover).read_text())))
+        return
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU and none is visible")
     with torch.inference_mode():

@@ -172,7 +172,9 @@ def check_backend(options, backend: str, folder: Path, target: Path, untrained: 
     ]
     arguments = engine_arguments(options, backend, target)
     tokens = options.tokens
-    plain = run(arguments, prompts, tokens, seeds=False)
+    # triton_splitkv names how drafts are verified.
+    without_drafts = arguments | dict(attention_backend=backend.removesuffix("_splitkv"))
+    plain = run(without_drafts, prompts, tokens, seeds=False)
     flat = [prompt for batch in prompts for prompt in batch]
     references = [
         Reference(tuple(prompt), tuple(output["output_ids"]))
