@@ -92,7 +92,6 @@ def choose_tiles(rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) 
         return Tiles(16, 0, 16 if wide else 32, 4, 1, 2)
     if rows <= 32:
         return Tiles(16 if rows <= 16 else 32, 0, 32 if wide else 64, 4, 3, 2)
-    stages, per_sm = (2, 1) if wide else (2, 2)
     # The fewest rows of padding; of equal ones, the fewest row blocks.
     best = min(
         ((64, 0), (64, 16), (128, 0), (128, 16)),
@@ -100,7 +99,9 @@ def choose_tiles(rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) 
     )
     if wide and best[0] == 128:
         best = (64, best[1])
-    return Tiles(*best, 32 if wide else 64, 4 if best[0] == 64 else 8, stages, per_sm)
+    # 128 rows take all registers of an SM, and wide heads most of its shared memory.
+    num_warps, per_sm = (8, 1) if best[0] == 128 else (4, 1 if wide else 2)
+    return Tiles(*best, 32 if wide else 64, num_warps, 2 if wide else 3, per_sm)
 
 
 def scratch_bytes(
