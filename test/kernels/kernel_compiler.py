@@ -126,15 +126,20 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
 
 
 def launch_verify_attention(dtype: torch.dtype, pool: torch.Tensor, longs: torch.Tensor) -> None:
-    """Trees of 17 drafts (a tail of rows in half precision) and of 65 (two row blocks)."""
+    """Trees of 17 drafts (a tail of rows in half precision) and of 65 (two row blocks); of 17 also
+    with a window, and with all that a model may add."""
     k = pool.to(dtype)[:ROWS]
     indptr = torch.zeros(2, dtype=torch.int32)
     for group, length in ((4, 17), (4, 65)) if pool.dtype == dtype else ((4, 17),):
         q = torch.zeros(ROWS, group * KV_HEADS, HEAD_DIM, dtype=dtype)
         mask = torch.zeros(length, length, dtype=torch.bool)
-        verify_splitkv_gqa.verify_attention_triton(
-            q, k, k, q.clone(), pool, pool, indptr, indptr, longs, mask, length, 0.1, programs=9
-        )
+        everything = dict(window=8, logit_cap=30.0, sinks=torch.zeros(q.shape[1], dtype=dtype))
+        for more in ({}, dict(window=8), everything) if length == 17 else ({},):
+            verify_splitkv_gqa.verify_attention_triton(
+                *(q, k, k, q.clone(), pool, pool, indptr, indptr, longs, mask, length, 0.1),
+                programs=9,
+                **more,
+            )
 
 
 if __name__ == "__main__":

@@ -440,7 +440,6 @@ def _verify_kernel(
             tail_token = tail_row // GROUP
         else:
             tail_q, tail_peak, tail_total, tail_acc = 0.0, 0.0, 0.0, 0.0
-        near, tail_near = None, None
         if WINDOW > 0:
             # A key at n is near a draft if depth + prefix - n <= WINDOW.
             reach = _depth(mask_ptr, token, b, length, L, DEPTH_L, HAS_MASK) + prefix - WINDOW
@@ -466,6 +465,8 @@ def _verify_kernel(
                 mask=(dv < DV)[None, :],
                 other=0.0,
             ).to(dtype)
+            # Set here: what a loop finds set and sets anew must keep its type.
+            near, tail_near = None, None
             if WINDOW > 0:
                 near = position[None, :] >= reach[:, None]
                 if TAIL_M > 0:
