@@ -124,16 +124,20 @@ def payload(asked: list[tuple[list[int], str | None]], sampling: Any) -> dict[st
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[0, 4], ids=["chains", "trees"])
 def server(
-    folder: Path, flags: tuple[object, ...], cases: dict[str, list[Case]]
+    request: pytest.FixtureRequest,
+    folder: Path,
+    flags: tuple[object, ...],
+    cases: dict[str, list[Case]],
 ) -> Iterator[Server]:
     found = [case for kind in cases.values() for case in kind]
     references = [Reference(tuple(case.prompt), tuple(case.output)) for case in found]
     corruption = Corruption((0.1, 0.05), seed=1)
-    draft = write_oracle(folder / "oracle", folder / "untrained", references, corruption)
+    draft = write_oracle(folder / f"oracle-{request.param}", folder / "untrained", references, corruption)
     chunks = ("--enable-mixed-chunk", "--chunked-prefill-size", CHUNK)
-    running = flashmap_server(folder / "target", draft, *flags, *chunks)
+    trees = ("--speculative-flashmap-tree-candidates", request.param)
+    running = flashmap_server(folder / "target", draft, *flags, *chunks, *trees)
     with with_habits(running, "overlap", "pin") as started:
         yield started
 
