@@ -70,6 +70,9 @@ def test_the_settings_are_on(server: Server) -> None:
     assert info["page_size"] == 16
     assert info["speculative_num_draft_tokens"] == NUM_DRAFTS + 1
     assert info["speculative_use_block_verification"] is True
+    draft = info["internal_states"][0]["memory_usage"]["draft"]
+    assert min(draft["weight"], draft["precomputed"], draft["kvcache"]) > 0 == draft["graph"]
+    assert f"memory of the draft: weight {draft['weight']:.3f} GB" in server.log()
     assert "4 verified" in server.log() and f"draft vocabulary {DRAFT_VOCABULARY}" in server.log()
 
 

@@ -237,6 +237,16 @@ REFUSED = {
         "--speculative-flashmap-draft-quantization fp8",
         "needs the FP8 tensor cores of an Ada, Hopper or later GPU, which --device cpu has not",
     ),
+    "bank-1-jump": (
+        "--speculative-flashmap-jump-bank-size 64",
+        "jump-bank-size 64 is for drafts of several jumps, and this one takes one; leave it out",
+    ),
+    "bank-negative": ("--speculative-flashmap-jump-bank-size -1", "must be at least 0"),
+    "topk-0": (
+        "--speculative-flashmap-jump-bank-size 64 --speculative-flashmap-jump-topk 0 "
+        "--speculative-flashmap-num-steps 3",
+        "jump-topk 0 must be from 1 to the 60 tokens of the draft vocabulary",
+    ),
     "vocabulary-61": ("--speculative-flashmap-draft-vocab-size 61", "must be from 0 .* to 60"),
     "backend": (
         "--attention-backend triton",

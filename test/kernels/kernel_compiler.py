@@ -70,6 +70,7 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
     x, weight = torch.zeros(ROWS, DIM, dtype=dtype), torch.zeros(DIM, dtype=dtype)
     heads, head_weight = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM)
     wide = torch.zeros(ROWS, DIM)
+    noise.gaussian_at_triton(longs, longs, longs[:, None].contiguous(), 1)
     noise.normalise_noise_triton(wide, wide[0], wide[0, :1], 1e-6, dtype)
     norm.rms_norm_triton(x, weight, 1e-6)
     norm.rms_norm_rope_triton(heads, head_weight, rope_table, 1e-6)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.kernels.ops.speculative.flashmap.noise import (
+    gaussian_at,
     gaussian_noise,
     gaussian_noise_torch,
     normalise_noise,
@@ -181,3 +182,12 @@ def test_normalise_noise(dtype: torch.dtype, launch: Callable) -> None:
     for rounded, scale in (normalise_noise(*args), launch("noise.normalise_noise", *args)):
         assert torch.equal(rounded, noise.to(dtype))
         torch.testing.assert_close(scale.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_gaussian_at_is_gaussian_noise_at_some_columns(launch: Callable) -> None:
+    columns = torch.randint(1000, (len(SEEDS), 70))
+    columns[:, :5] = torch.tensor([0, 1, 2, 3, 999])
+    expected = gaussian_noise(SEEDS, OFFSETS, 1000, STREAM).gather(1, columns)
+    assert torch.equal(gaussian_at(SEEDS, OFFSETS, columns, STREAM), expected)
+    kernel = launch("noise.gaussian_at", SEEDS, OFFSETS, columns, STREAM)
+    torch.testing.assert_close(kernel, expected, rtol=1e-5, atol=1e-5)

@@ -57,6 +57,7 @@ def _handle_flashmap(server_args: Any) -> None:
     width = _resolve_verify_width(server_args, config)
     grid = config.grid(cfg.speculative_flashmap_num_steps)
     _check_noise(cfg, num_jumps=len(grid) - 1)
+    _check_jump_bank(cfg, config, num_jumps=len(grid) - 1)
     _check_quantization(cfg)
     load_format = _resolve_load_format(cfg)
     _check_folder(cfg, config, load_format)
@@ -307,6 +308,26 @@ def _resolve_load_format(cfg: Any) -> str:
             f"--speculative-draft-load-format {asked}."
         )
     return asked
+
+
+def _check_jump_bank(cfg: Any, config: FlashMapConfig, *, num_jumps: int) -> None:
+    size, topk = cfg.speculative_flashmap_jump_bank_size, cfg.speculative_flashmap_jump_topk
+    if size < 0:
+        raise ValueError(
+            f"--speculative-flashmap-jump-bank-size {size} must be at least 0 (no bank)."
+        )
+    if size and num_jumps == 1:
+        raise ValueError(
+            f"--speculative-flashmap-jump-bank-size {size} is for drafts of several jumps, and this one "
+            "takes one; leave it out, or pass --speculative-flashmap-num-steps."
+        )
+    asked = cfg.speculative_flashmap_draft_vocab_size
+    most = resolve_draft_vocab_size(asked, config) or config.vocab_size
+    if size and not 1 <= topk <= most:
+        raise ValueError(
+            f"--speculative-flashmap-jump-topk {topk} must be from 1 to the {most} tokens of the draft "
+            "vocabulary."
+        )
 
 
 def _check_quantization(cfg: Any) -> None:

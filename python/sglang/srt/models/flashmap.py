@@ -12,7 +12,8 @@ computed from it differs only by exact identities, in this order:
 4. All layers' context keys and values come from one GEMM and are normed, rotated and scattered
    into the draft KV pool by one kernel.
 
-More than one jump carries the block's state ``x (rows, V)`` itself, as the definition does.
+More than one jump carries the block's state ``x (rows, V)`` itself, as the definition does, or
+takes it from a bank of precomputed noise, which approximates it (``jump_bank.py``).
 
 Rows: a draft of ``B`` requests with ``N`` candidate blocks of ``K`` slots has ``B * N * K`` rows,
 candidates of one request side by side, so that the request's context is read once for all.
@@ -23,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, fields
-from typing import Callable, Iterable, Iterator, Optional
+from typing import Callable, Iterable, Iterator, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from sglang.kernels.ops.speculative.flashmap.adaln import adaln
 from sglang.kernels.ops.speculative.flashmap.block_attention import block_self_attention
 from sglang.kernels.ops.speculative.flashmap.context_kv import write_context_kv
 from sglang.kernels.ops.speculative.flashmap.fp8_linear import can_quantize
+from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.norm import rms_norm
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
@@ -47,7 +49,8 @@ from sglang.srt.speculative.flashmap.checkpoint import (
 )
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.folded_noise import FoldedNoise
-from sglang.srt.speculative.flashmap.noise import noise_factor
+from sglang.srt.speculative.flashmap.jump_bank import BankNoise, JumpBank, Prediction
+from sglang.srt.speculative.flashmap.noise import Stream, noise_factor
 from sglang.srt.speculative.flashmap.projection import Projection
 from torch import nn
 
@@ -279,7 +282,15 @@ class FlashMapDraftModel(nn.Module):
         self._jumps = [self._jump_constants(s, t) for s, t in serve.jumps]
         self._uniform = self._uniform_embedding()
         self._project(fp8=serve.draft_quantization == "fp8")
-        self._folded_noise = self._noise_factor = None
+        self._folded_noise = self._noise_factor = self._bank = None
+        if serve.jump_bank_size:
+            self._bank = JumpBank(
+                self.embedding,
+                serve.grid,
+                size=serve.jump_bank_size,
+                topk=serve.jump_topk,
+                temperature=serve.noise_temperature,
+            )
         if len(self._jumps) == 1 and serve.folds_noise(self.embedding.device):
             self._folded_noise = self._fold_noise(self._jumps[0])
             self._x_embed = None  # is part of it
@@ -410,7 +421,9 @@ class FlashMapDraftModel(nn.Module):
 
         self._projections = [LayerProjections(*map(packed, layer)) for layer in self._projections]
         self._context_kv, self._head = packed(self._context_kv), packed(self._head)
-        self._anchor_proj, self._x_embed = packed(self._anchor_proj), packed(self._x_embed)
+        self._anchor_proj = packed(self._anchor_proj)
+        if self._x_embed is not None:
+            self._x_embed = packed(self._x_embed)
         self._folded_head = self._head.weight
         if self._noise_factor is not None:
             self._noise_factor = pack(self._noise_factor)
@@ -474,6 +487,8 @@ class FlashMapDraftModel(nn.Module):
         products = [*self._projection_list(), Projection(self._uniform)]
         if self._noise_factor is not None:
             products.append(Projection(self._noise_factor))
+        bank = self._bank.tensors() if self._bank is not None else []
+        products += [Projection(t) for t in bank]
         kept = {address(t): t for product in products for t in product.tensors()}
         return sum(t.numel() * t.element_size() for at, t in kept.items() if at not in own)
 
@@ -575,9 +590,17 @@ class FlashMapDraftModel(nn.Module):
             return self._folded_noise.width
         return self.config.target_hidden_size if len(self._jumps) == 1 else self.config.vocab_size
 
+    def draw_noise(
+        self, seeds: torch.Tensor, offsets: torch.Tensor
+    ) -> Union[torch.Tensor, BankNoise]:
+        """What ``draft_logits`` takes for rows of ``seeds, offsets (B·N·K,)`` int64."""
+        if self._bank is not None:
+            return self._bank.draw(seeds, offsets)
+        return gaussian_noise(seeds, offsets, self.noise_width, Stream.DRAFT_NOISE.value)
+
     def draft_logits(
         self,
-        noise: torch.Tensor,
+        noise: Union[torch.Tensor, BankNoise],
         positions: torch.Tensor,
         context: DraftContext,
         num_candidates: int = 1,
@@ -586,7 +609,7 @@ class FlashMapDraftModel(nn.Module):
         """Logits over the draft vocabulary of every slot.
 
         Args:
-            noise: ``(B·N·K, noise_width)`` standard normal draws.
+            noise: ``(B·N·K, noise_width)`` standard normal draws, or the bank's, see ``draw_noise``.
             positions: ``(B·N·K,)`` positions of the slots.
             context: the paged context, anchors written.
             num_candidates: ``N``.
@@ -597,6 +620,8 @@ class FlashMapDraftModel(nn.Module):
             from their softmax.
         """
         rope = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        if isinstance(noise, BankNoise):
+            return self._bank_logits(noise, rope, context, num_candidates, out)
         if len(self._jumps) == 1:
             x = self._embed_noise(noise)
             return self._logits(self._dit(x, self._jumps[0], rope, context, num_candidates), out)
@@ -608,6 +633,23 @@ class FlashMapDraftModel(nn.Module):
                 state = ((1.0 - jump.end) * state + (jump.end - jump.start) * landed) / (
                     1.0 - jump.start
                 )
+        return logits
+
+    def _bank_logits(self, noise: BankNoise, rope, context, num_candidates, out) -> torch.Tensor:
+        """All jumps from the bank's noise: see ``jump_bank.py``."""
+        predictions: list[Prediction] = []
+        for jump in self._jumps:
+            if not predictions:
+                posterior, state = self._uniform, self._bank.first_state(noise)
+            else:
+                clean, state = self._bank.state(noise, predictions)
+                posterior = rms_norm(
+                    clean.to(self.dtype), self.state_norm.weight, self.config.rms_norm_eps
+                )
+            x = self._mix(posterior, state.to(self.dtype), jump)
+            logits = self._logits(self._dit(x, jump, rope, context, num_candidates), out)
+            if jump.end < 1.0:
+                predictions.append(self._bank.predict(logits, self.draft_ids))
         return logits
 
     def _embed_noise(self, noise: torch.Tensor) -> torch.Tensor:

@@ -76,3 +76,13 @@ class FlashMapSpecFields(msgspec.Struct):
         "FLASHMAP only. 'fp8' keeps the draft's large weights in e4m3 with a scale per output channel "
         "(Ada, Hopper and later). Output is lossless either way.",
     ] = "none"
+    speculative_flashmap_jump_bank_size: A[
+        int,
+        "FLASHMAP only, drafts of several jumps. Noise draws to precompute, so that no jump needs products "
+        "as wide as the vocabulary; approximate, see the documentation. 0: none, the exact jumps. Output "
+        "is lossless either way.",
+    ] = 0
+    speculative_flashmap_jump_topk: A[
+        int,
+        "FLASHMAP only, with a jump bank. Most probable tokens that are kept of a jump's prediction.",
+    ] = 16

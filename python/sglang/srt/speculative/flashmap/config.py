@@ -43,6 +43,10 @@ class FlashMapServeConfig:
     """Sampled requests above it are verified as chains, by rejection, on a server of trees too."""
     draft_quantization: str = "none"
     """Weights of the draft: ``none`` as in the checkpoint, ``fp8`` e4m3."""
+    jump_bank_size: int = 0
+    """Draws of the noise bank for drafts of several jumps; 0: none, the exact state."""
+    jump_topk: int = 16
+    """Tokens that the bank keeps of a jump's prediction."""
 
     def __post_init__(self) -> None:
         most = max(self.tree_candidates, 1) * self.block_size + 1
@@ -96,6 +100,8 @@ class FlashMapServeConfig:
             tree_budget=spec.speculative_flashmap_tree_budget,
             tree_temperature=spec.speculative_flashmap_tree_temperature,
             draft_quantization=spec.speculative_flashmap_draft_quantization,
+            jump_bank_size=spec.speculative_flashmap_jump_bank_size,
+            jump_topk=spec.speculative_flashmap_jump_topk,
         )
 
 

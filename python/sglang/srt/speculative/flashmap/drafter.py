@@ -18,11 +18,12 @@ from typing import Sequence
 import torch
 
 from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
-from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
+from sglang.kernels.ops.speculative.flashmap.skinny_linear import scratch_bytes
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan, plan_tree
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.memory import pool_bytes
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
 from sglang.srt.speculative.flashmap.plan import first_requests
 
@@ -145,7 +146,7 @@ class Drafter:
         positions = inputs.seq_lens[:, None] + steps.repeat(candidates)
         seeds = self.seed_table.seeds[rows].repeat_interleave(per_request)
         offsets = row_offsets(inputs.seq_lens, per_request)
-        noise = gaussian_noise(seeds, offsets, model.noise_width, Stream.DRAFT_NOISE.value)
+        noise = model.draw_noise(seeds, offsets)
         logits = model.draft_logits(noise, positions.view(-1), context, candidates, out=out)
         temperatures = inputs.temperatures.repeat_interleave(per_request)
         # In place: what is sampled from here is what an accept rule takes as the proposal.
@@ -163,6 +164,16 @@ class Drafter:
         if self.serve.trees:
             tree = plan_tree(inputs.anchors, tokens, self.serve.verify_width, inputs.chain)
         return DraftBlock(tokens[:, 0], logits[:, 0], tree)
+
+    def pool_bytes(self) -> int:
+        """Of the draft KV pool."""
+        return pool_bytes(*self._buffers)
+
+    def scratch_bytes(self) -> int:
+        """Of the graphs' inputs and the kernels' own buffers; 0 without graphs."""
+        if self._inputs is None:
+            return 0
+        return sum(t.nbytes for t in self._inputs) + scratch_bytes(self._inputs.anchors.device)
 
     def replay(self, size: int) -> None:
         """Replay the graph of ``size`` requests on the inputs of the last draft (for benchmarks)."""

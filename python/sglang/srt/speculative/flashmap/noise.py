@@ -28,6 +28,7 @@ class Stream(IntEnum):
     ACCEPT_COIN = 3
     DRAFT_TOKEN = 4
     TARGET_TOKEN = 5
+    BANK_ROW = 6
 
 
 def row_offsets(anchors: torch.Tensor, rows: int) -> torch.Tensor:

@@ -48,6 +48,7 @@ from sglang.srt.speculative.flashmap.draft_filters import draft_filters
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.first_token import FirstTokenSampler
 from sglang.srt.speculative.flashmap.history import TokenHistory
+from sglang.srt.speculative.flashmap.memory import GIB, DraftMemory, parameter_bytes
 from sglang.srt.speculative.flashmap.noise import SeedTable
 from sglang.srt.speculative.flashmap.penalties import (
     Penalties,
@@ -233,6 +234,21 @@ class FlashMapWorker(BaseSpecWorker):
         """Nothing to do: a draft needs no attention backend of the server's."""
 
     def init_cuda_graphs(self) -> None:
+        self._capture_drafts()
+        logger.info("FLASHMAP: memory of the draft: %s.", self.draft_memory())
+
+    def draft_memory(self) -> DraftMemory:
+        """What the draft takes of the device, its graphs as far as they are captured."""
+        graph = self._additional_graph_memory_usage.get("flashmap_draft", 0.0)
+        return DraftMemory(
+            weight=parameter_bytes(self.draft_model),
+            precomputed=self.draft_model.derived_bytes(),
+            kvcache=self._drafter.pool_bytes(),
+            graph=int(graph * GIB),
+            scratch=self._drafter.scratch_bytes() + self._seed_table.seeds.nbytes,
+        )
+
+    def _capture_drafts(self) -> None:
         config = get_exec().graph.cuda_graph_config.decode
         if torch.device(self.device).type != "cuda" or config.backend == Backend.DISABLED:
             return

@@ -25,6 +25,7 @@ _OPS = (
     ("fp8_linear", "quantize_rows"),
     ("noise", "uniform_noise"),
     ("noise", "gaussian_noise"),
+    ("noise", "gaussian_at"),
     ("noise", "normalise_noise"),
     ("sampler", "sample_draft"),
     ("skinny_linear", "skinny_linear"),

@@ -161,6 +161,97 @@ def gaussian_noise(
     return op(seeds, offsets, width, stream)
 
 
+def gaussian_at_torch(
+    seeds: torch.Tensor, offsets: torch.Tensor, columns: torch.Tensor, stream: int
+) -> torch.Tensor:
+    """Reference of :func:`gaussian_at`."""
+    words = philox_torch(seeds[:, None], offsets[:, None], columns >> 2, stream)
+    units = ((words >> 9).float() + 0.5) * (1.0 / (1 << 23))
+    pair = (columns & 2)[..., None]
+    radius, angle = units.gather(-1, torch.cat([pair, pair + 1], dim=-1)).unbind(-1)
+    angle = angle * (2.0 * math.pi)
+    return (-2.0 * radius.log()).sqrt() * torch.where(columns & 1 == 0, angle.cos(), angle.sin())
+
+
+@triton.jit
+def _gaussian_at_kernel(
+    seeds_ptr,
+    offsets_ptr,
+    columns_ptr,
+    out_ptr,
+    width,
+    stream,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    launch_dependents(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.load(columns_ptr + row * width + i, mask=i < width, other=0).to(tl.int32)
+    seed = tl.load(seeds_ptr + row)
+    offset = tl.load(offsets_ptr + row)
+    b0, b1, b2, b3 = philox_words(seed, offset, column >> 2, stream)
+    second = (column & 2) != 0
+    radius = _unit(tl.where(second, b2, b0))
+    angle = _unit(tl.where(second, b3, b1)) * 6.283185307179586
+    normal = tl.where((column & 1) == 0, tl.cos(angle), tl.sin(angle))
+    tl.store(out_ptr + row * width + i, tl.sqrt(-2.0 * tl.log(radius)) * normal, mask=i < width)
+
+
+def gaussian_at_triton(
+    seeds: torch.Tensor, offsets: torch.Tensor, columns: torch.Tensor, stream: int
+) -> torch.Tensor:
+    """Launcher of :func:`gaussian_at`."""
+    rows, width = columns.shape
+    assert seeds.is_contiguous() and offsets.is_contiguous() and columns.is_contiguous()
+    assert seeds.dtype == offsets.dtype == columns.dtype == torch.int64
+    out = _gaussian_at_fake(seeds, offsets, columns, stream)
+    if out.numel():
+        _gaussian_at_kernel[(rows, triton.cdiv(width, _BLOCK_QUADS))](
+            seeds,
+            offsets,
+            columns,
+            out,
+            width,
+            stream,
+            BLOCK=_BLOCK_QUADS,
+            **launch_options(seeds.device),
+        )
+    return out
+
+
+def _gaussian_at_fake(
+    seeds: torch.Tensor, offsets: torch.Tensor, columns: torch.Tensor, stream: int
+) -> torch.Tensor:
+    return torch.empty(columns.shape, dtype=torch.float32, device=columns.device)
+
+
+_gaussian_at_op = register_custom_op(
+    gaussian_at_triton,
+    op_name="flashmap_gaussian_at",
+    mutates_args=[],
+    fake_impl=_gaussian_at_fake,
+)
+
+
+def gaussian_at(
+    seeds: torch.Tensor, offsets: torch.Tensor, columns: torch.Tensor, stream: int
+) -> torch.Tensor:
+    """Some columns of :func:`gaussian_noise`, without the others.
+
+    Args:
+        seeds, offsets: ``(R,)`` int64.
+        columns: ``(R, n)`` int64, at least 0, contiguous.
+        stream: as there.
+
+    Returns:
+        ``(R, n)`` float32: ``gaussian_noise(seeds, offsets, width, stream)`` at ``columns``.
+    """
+    op = _gaussian_at_op if seeds.is_cuda else gaussian_at_torch
+    return op(seeds, offsets, columns, stream)
+
+
 def normalise_noise_torch(
     noise: torch.Tensor,
     variances: torch.Tensor,
@@ -269,6 +360,9 @@ def normalise_noise(
 
 
 __all__ = [
+    "gaussian_at",
+    "gaussian_at_torch",
+    "gaussian_at_triton",
     "gaussian_noise",
     "gaussian_noise_torch",
     "gaussian_noise_triton",

@@ -224,6 +224,11 @@ def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return partial, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
+def scratch_bytes(device: torch.device) -> int:
+    """Of the buffers that launches on ``device`` share."""
+    return sum(buffer.nbytes for buffer in _scratch(device))
+
+
 def skinny_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
