@@ -241,6 +241,10 @@ REFUSED = {
         "--speculative-flashmap-jump-bank-size 64",
         "jump-bank-size 64 is for drafts of several jumps, and this one takes one; leave it out",
     ),
+    "memory-saver": (
+        "--enable-memory-saver",
+        "pass --enable-weights-cpu-backup with --enable-memory-saver, or leave both out",
+    ),
     "bank-negative": ("--speculative-flashmap-jump-bank-size -1", "must be at least 0"),
     "topk-0": (
         "--speculative-flashmap-jump-bank-size 64 --speculative-flashmap-jump-topk 0 "

@@ -119,6 +119,11 @@ def _refuse_unsupported(server_args: Any) -> None:
             f"FLASHMAP does not support {', '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'}"
             " out, or serve with another --speculative-algorithm."
         )
+    if cfg.enable_memory_saver and not cfg.enable_weights_cpu_backup:
+        raise ValueError(
+            "FLASHMAP cannot take new weights, which a release of the memory would call for: pass "
+            "--enable-weights-cpu-backup with --enable-memory-saver, or leave both out."
+        )
     if cfg.speculative_num_steps not in (None, 1):
         raise ValueError(
             f"FLASHMAP drafts a block in one pass: leave out --speculative-num-steps "
