@@ -209,6 +209,10 @@ REFUSED = {
     ),
     "candidates-65": ("--speculative-flashmap-tree-candidates 65", "must be from 0 .* to 64"),
     "candidates-negative": ("--speculative-flashmap-tree-candidates -1", "must be from 0 .* to 64"),
+    "one-noise": (
+        "--speculative-flashmap-tree-candidates 4 --speculative-flashmap-noise-temperature 0",
+        "all candidates are one; leave one of the two out",
+    ),
     "budget": ("--speculative-flashmap-tree-budget 0", "-budget 0 must be at least 1"),
     "temperature": ("--speculative-flashmap-tree-temperature -1", "-1.0 must be at least 0"),
     "no-grid": (
@@ -328,6 +332,7 @@ def test_trees_of_a_target_with_a_sliding_window(
         speculative_flashmap_tree_candidates=4,
         speculative_flashmap_tree_budget=32,
         speculative_flashmap_tree_temperature=0.3,
+        speculative_flashmap_noise_temperature=1.0,
     )
     model_config = SimpleNamespace(sliding_window_size=window)
     monkeypatch.setattr(flashmap_hook, "resolving_view", lambda _: cfg)

@@ -232,6 +232,12 @@ def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
         )
     if candidates < 2:
         return
+    if cfg.speculative_flashmap_noise_temperature == 0:
+        raise ValueError(
+            f"--speculative-flashmap-tree-candidates {candidates}: with "
+            "--speculative-flashmap-noise-temperature 0 all candidates are one; leave one of the two "
+            "out."
+        )
     if config.block_size > MAX_SLOTS:
         raise ValueError(
             f"--speculative-flashmap-tree-candidates {candidates}: trees are planned from blocks of "

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 class StepRules:
     """The accept rules of a batch of ``B`` requests."""
 
-    greedy: bool
-    """Whether some request is greedy; the same for the others. Known on the host, so that a step
+    greedy: int
+    """How many requests are greedy; the same for the others. Known on the host, so that a step
     launches only what its batch needs."""
-    match: bool
-    rejection: bool
+    match: int
+    rejection: int
     rejected: torch.Tensor | None
     """Requests under rejection ``(B,)`` bool; None unless some are and some are not."""
 
@@ -45,17 +45,17 @@ class StepRules:
     def of(cls, batch: "ScheduleBatch", serve: FlashMapServeConfig) -> "StepRules":
         info = batch.sampling_info
         if info is None or info.is_all_greedy:
-            return cls(greedy=True, match=False, rejection=False, rejected=None)
+            return cls(greedy=len(batch.reqs), match=0, rejection=0, rejected=None)
         greedy, rejected = [], []
         for req in batch.reqs:
             params = req.sampling_params
             greedy.append(params.top_k <= 1)  # what upstream makes of temperature 0
             rejected.append(not greedy[-1] and serve.rejects(params.temperature))
-        mixed = any(rejected) and not all(rejected)
+        mixed = 0 < sum(rejected) < len(rejected)
         return cls(
-            greedy=any(greedy),
-            match=not all(g or r for g, r in zip(greedy, rejected)),
-            rejection=any(rejected),
+            greedy=sum(greedy),
+            match=len(greedy) - sum(greedy) - sum(rejected),
+            rejection=sum(rejected),
             rejected=to_device(rejected, torch.bool, batch.seq_lens.device) if mixed else None,
         )
 
@@ -63,7 +63,7 @@ class StepRules:
         """Requests whose verify tree is candidate 0 alone, ``(B,)`` bool."""
         if self.rejected is not None:
             return self.rejected
-        return torch.full((size,), self.rejection, device=device)
+        return torch.full((size,), self.rejection > 0, device=device)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ from sglang.srt.speculative.flashmap.penalties import (
 )
 from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.processors import process_block
+from sglang.srt.speculative.flashmap.statistics import TreeStatistics
 from sglang.srt.speculative.flashmap.target import TargetVerifier
 from sglang.srt.speculative.flashmap.target_probs import greedy_rows, row_temperatures
 from sglang.srt.speculative.flashmap.verify import Accepted
@@ -125,6 +126,8 @@ class FlashMapWorker(BaseSpecWorker):
         self._chain_path = torch.ones(
             self.serve.verify_width, self.serve.verify_width, dtype=torch.bool, device=self.device
         ).tril()
+        model_name = server_args.served_model_name or server_args.model_path
+        self._statistics = TreeStatistics(model_name if server_args.enable_metrics else None)
         self.model_runner.sampler = FirstTokenSampler()
         self._attach_target()
 
@@ -186,6 +189,15 @@ class FlashMapWorker(BaseSpecWorker):
 
     def weight_update_runners(self) -> list[tuple[str, "ModelRunner"]]:
         return [("draft", self.draft_model_runner)]
+
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
+        self._statistics.collect()
+
+    def block_accept_estimate_log_suffix(self) -> str:
+        """What the decode log line says of trees (upstream's name, of another algorithm's)."""
+        return self._statistics.log_suffix()
 
     def alloc_memory_pool(
         self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None
@@ -357,6 +369,8 @@ class FlashMapWorker(BaseSpecWorker):
         logits = output.next_token_logits
         self._adjust(batch, logits, block, penalties, grammar_tree, grammar_barrier)
         accepted = self._acceptor.accept(batch, rules, draft, block, logits)
+        if block.tree is not None:
+            self._statistics.launch(block.tree, rules)
         self._record(penalties, prefix_lens + 1, accepted.tokens)
         commit_lens = (accepted.num_correct + 1).to(torch.int32)
         new_seq_lens = prefix_lens + commit_lens

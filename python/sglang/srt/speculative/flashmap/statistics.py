@@ -1,0 +1,94 @@
+"""``TreeStatistics``: what the trees of a server look like, for its log and its metrics.
+
+Counts ride on the step: three integers a request are copied to pinned memory behind the target's
+forward, and read when the scheduler handles that step's result, for which it has waited itself.
+
+The decode log line gets averages since the last one; ``/metrics`` gets counters (``sglang:`` before
+their names), whose rates divide: ``flashmap_tree_nodes`` and ``flashmap_trie_nodes`` (distinct
+prefixes before the cut to ``W - 1``), ``flashmap_distinct_candidates``, and
+``flashmap_verified_requests`` by ``rule``. Accepted depths are the accept lengths that upstream
+reports, per request in ``spec_correct_drafts_histogram``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
+from sglang.srt.speculative.flashmap.plan import StepRules
+from sglang.srt.utils.common import is_pin_memory_available
+
+_COUNTS = ("tree_nodes", "trie_nodes", "distinct_candidates")
+_RULES = ("greedy", "match", "rejection")
+
+
+class TreeStatistics:
+    """Counts of verified trees. ``model_name``: label of the metrics; None: no metrics."""
+
+    def __init__(self, model_name: str | None) -> None:
+        self._pending: deque[tuple[torch.Tensor, StepRules]] = deque()
+        self._model_name = model_name
+        self._counters: dict[str, Any] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._requests = 0
+        self._totals = dict.fromkeys(_COUNTS, 0)
+        self._by_rule = dict.fromkeys(_RULES, 0)
+
+    def launch(self, tree: TreePlan, rules: StepRules) -> None:
+        """Start the copy of a step's counts; every call is followed by one of ``collect``."""
+        counts = torch.stack([tree.num_nodes, tree.trie_nodes, tree.distinct])
+        host = torch.empty(
+            counts.shape, dtype=counts.dtype, pin_memory=is_pin_memory_available(counts.device)
+        )
+        self._pending.append((host.copy_(counts, non_blocking=True), rules))
+
+    def collect(self) -> None:
+        """Add the counts of the oldest step; its result is on the host, so its counts are."""
+        if not self._pending:
+            return
+        counts, rules = self._pending.popleft()
+        totals = dict(zip(_COUNTS, counts.sum(dim=1).tolist(), strict=True))
+        by_rule = {rule: getattr(rules, rule) for rule in _RULES}
+        self._requests += counts.shape[1]
+        for kept, new in ((self._totals, totals), (self._by_rule, by_rule)):
+            for name, value in new.items():
+                kept[name] += value
+        if self._model_name is not None:
+            self._count(totals, by_rule)
+
+    def _count(self, totals: dict[str, int], by_rule: dict[str, int]) -> None:
+        if self._counters is None:
+            # Not at import: upstream sets the folder of its metrics first.
+            from prometheus_client import Counter
+
+            labels = ("model_name",)
+            self._counters = {
+                name: Counter(f"sglang:flashmap_{name}", f"FLASHMAP {name}, in all.", labels)
+                for name in _COUNTS
+            }
+            self._counters["requests"] = Counter(
+                "sglang:flashmap_verified_requests",
+                "FLASHMAP requests verified, counted once a step.",
+                (*labels, "rule"),
+            )
+        for name, value in totals.items():
+            self._counters[name].labels(self._model_name).inc(value)
+        for rule, value in by_rule.items():
+            self._counters["requests"].labels(self._model_name, rule).inc(value)
+
+    def log_suffix(self) -> str:
+        """Averages per request and step since the last call, ``""`` if there was none."""
+        if self._requests == 0:
+            return ""
+        nodes, trie, distinct = (self._totals[name] / self._requests for name in _COUNTS)
+        rules = ", ".join(f"{n} {rule}" for rule, n in self._by_rule.items() if n)
+        self._reset()
+        return (
+            f"tree nodes: {nodes:.1f} of {trie:.1f}, distinct candidates: {distinct:.1f}, "
+            f"verified by: {rules}"
+        )
