@@ -80,6 +80,8 @@ def build(options: argparse.Namespace) -> tuple[Drafter, FlashMapDraftModel, Dra
         noise=options.noise,
         noise_error=options.noise_error,
         draft_quantization=options.quantization,
+        tree_candidates=options.tree_candidates,
+        tree_budget=options.tree_budget,
     )
     attention = select_context_attention(
         "cuda", head_dim=config.head_dim, pool_dtype=torch.bfloat16
@@ -141,6 +143,8 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--linear", choices=("skinny", "library"), default="skinny")
     parser.add_argument("--no-dependent-launch", action="store_true")
+    parser.add_argument("--tree-candidates", type=int, default=0, help="blocks per request, planned")
+    parser.add_argument("--tree-budget", type=int, default=32, help="blocks per batch")
     parser.add_argument("--profile", help="write a torch profiler table of one draft here")
     options = parser.parse_args()
     # What a server decides by the device, so that each can be measured without the other.

@@ -49,6 +49,7 @@ def trees(
         "--page-size", 16,
         "--chunked-prefill-size", 64,
         "--max-total-tokens", 16384,
+        "--decode-log-interval", 8,
     ) as server:  # fmt: skip
         yield server
 
@@ -65,3 +66,89 @@ def test_one_batch_of_all_prompts(trees: Server, cases: dict[str, Case]) -> None
     of_trees, of_chains = np.sum(lengths, axis=0)
     assert of_trees < 0.8 * of_chains, "trees need not many fewer steps than chains"
     assert_pool_is_free(trees)
+
+
+def test_branches_off_generated_text(trees: Server, cases: dict[str, Case]) -> None:
+    """Moved KV is read again: the radix cache serves prefixes that a tree's steps committed."""
+    case = cases[LONG]
+    flush_cache(trees)
+    trees.generate(case.prompt, max_new_tokens=80, ignore_eos=True)
+    sequence = case.prompt + case.completion
+    cuts = (len(case.prompt) + 33, len(case.prompt) + 60, len(case.prompt) + 90)
+    answers = trees.generate([sequence[:cut] for cut in cuts], max_new_tokens=24, ignore_eos=True)
+    for cut, answer in zip(cuts, answers):
+        assert answer["output_ids"] == sequence[cut : cut + 24]
+        cached = answer["meta_info"]["cached_tokens"]
+        assert cached >= min(cut, len(case.prompt) + 79) // 16 * 16 - 16
+        # What a cached prefix gives must be what prefilling it anew gives.
+    flush_cache(trees)
+    anew = trees.generate([sequence[:cut] for cut in cuts], max_new_tokens=24, ignore_eos=True)
+    assert [a["output_ids"] for a in anew] == [a["output_ids"] for a in answers]
+
+
+@pytest.mark.parametrize("stop", [None, "scattering"], ids=["whole", "stopped"])
+def test_logprobs(plain: Server, trees: Server, cases: dict[str, Case], stop: str | None) -> None:
+    payload = dict(
+        input_ids=cases[CHATS[1]].prompt,
+        sampling_params=dict(temperature=0, max_new_tokens=40, ignore_eos=True, stop=stop),
+        return_logprob=True,
+        top_logprobs_num=3,
+    )
+    expected, answer = (server.request("/generate", payload) for server in (plain, trees))
+    assert answer["output_ids"] == expected["output_ids"]
+    for name in ("output_token_logprobs", "output_top_logprobs"):
+        mine, theirs = (np.array(a["meta_info"][name])[..., 0] for a in (answer, expected))
+        assert mine.shape == theirs.shape and len(mine) == len(answer["output_ids"])
+        np.testing.assert_allclose(mine.astype(float), theirs.astype(float), atol=1e-2)
+    assert answer["meta_info"]["spec_verify_ct"] < expected["meta_info"]["completion_tokens"] / 2
+
+
+@pytest.mark.parametrize("temperature", [0, 0.4, 0.9], ids=["greedy", "match", "rejection"])
+def test_grammars_mixed_with_free_text(
+    trees: Server, cases: dict[str, Case], constrained: dict[str, Case], tokenizer: Any,
+    temperature: float,
+) -> None:  # fmt: skip
+    names = [*GRAMMARS, "free"]
+    params = [
+        dict(temperature=temperature, max_new_tokens=100, **GRAMMARS.get(name, {}))
+        for name in names
+    ]
+    prompt = prompt_ids(tokenizer, BOOK)
+    answers = trees.request(
+        "/generate", dict(input_ids=[prompt] * len(names), sampling_params=params)
+    )
+    for name, answer in list(zip(names, answers))[:-1]:
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+        check_grammar(name, answer["text"])
+        if temperature == 0:
+            assert answer["output_ids"] == constrained[name].completion
+
+
+def test_all_rules_in_one_batch(trees: Server, cases: dict[str, Case]) -> None:
+    """Greedy requests keep their text, and seeded ones theirs, on trees and on chains."""
+    chosen = [cases[CHATS[0]], cases[LISTS[1]]]
+    seeded = [
+        dict(temperature=t, sampling_seed=11, max_new_tokens=24, ignore_eos=True)
+        for t in (0.4, 1.0)
+    ]
+    alone = [
+        trees.request("/generate", dict(input_ids=chosen[0].prompt, sampling_params=params))
+        for params in seeded
+    ]
+    free = dict(temperature=0.7, top_p=0.9, max_new_tokens=24, ignore_eos=True)
+    greedy = dict(temperature=0, max_new_tokens=24, ignore_eos=True)
+    batch = trees.request(
+        "/generate",
+        dict(
+            input_ids=[chosen[0].prompt] * 2 + [case.prompt for case in chosen] * 2,
+            sampling_params=[*seeded, greedy, greedy, free, free],
+        ),
+    )
+    assert [a["output_ids"] for a in batch[:2]] == [a["output_ids"] for a in alone]
+    for case, answer in zip(chosen, batch[2:4]):
+        assert answer["output_ids"] == case.completion[:24]
+    assert_pool_is_free(trees)
+
+
+def test_the_decode_log_counts_trees(trees: Server) -> None:
+    assert "tree nodes: " in trees.log() and "verified by: " in trees.log()

@@ -79,10 +79,10 @@ def move_accepted_triton(
     assert slots.is_contiguous() and path.is_contiguous()
     if batch == 0:
         return
-    row_bytes = buffers[0][0].numel() * buffers[0].element_size()
+    row_bytes = buffers[0].stride(0) * buffers[0].element_size()
     for buffer in buffers:
         assert buffer.is_contiguous(), "a KV pool's rows must follow each other"
-        assert buffer[0].numel() * buffer.element_size() == row_bytes
+        assert buffer.stride(0) * buffer.element_size() == row_bytes
     assert row_bytes % 4 == 0
     words = row_bytes // 4
     tile = min(_TILE_WORDS, triton.next_power_of_2(words))
