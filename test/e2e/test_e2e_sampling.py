@@ -114,6 +114,13 @@ DRAFTS = {
         "--speculative-flashmap-draft-vocab-size", 200,
         "--page-size", 16,
     ),
+    "trees": (
+        "--speculative-flashmap-tree-candidates", 4,
+        "--speculative-flashmap-tree-budget", 512,
+        "--speculative-flashmap-tree-temperature", 1.4,  # min-p is hotter and gets chains
+        "--speculative-num-draft-tokens", 12,
+        "--page-size", 16,
+    ),
     "untrained-two-jumps": ("--speculative-flashmap-num-steps", 2),
 }  # fmt: skip
 
