@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,30 @@ def test_a_requests_drafts_do_not_depend_on_its_batch(rows: list[int]) -> None:
     setting = Setting()
     together = setting.drafter.draft(setting.inputs)
     assert equal_blocks(setting.drafter.draft(setting.select(rows)), together, rows)
+
+
+def test_candidates_of_a_tree() -> None:
+    """Candidate 0 is the chain's block, also of a greedy request; the others differ from it."""
+    setting = Setting()
+    chains = setting.drafter.draft(setting.inputs)
+    slots = setting.pair.config.block_size
+    setting.drafter.serve = dataclasses.replace(
+        setting.drafter.serve, tree_candidates=4, tree_budget=4 * SIZE, verify_width=2 * slots + 1
+    )
+    setting.inputs.chain[1] = True
+    setting.inputs.filters[0, 0] = 1  # what a greedy request has in a mixed batch
+    block = setting.drafter.draft(setting.inputs)
+    assert equal_blocks(block, chains, [0, 1, 2])
+    assert block.tree.distinct[0] > 1 and block.tree.distinct[2] > 1
+    assert block.tree.tokens[1, 1 : slots + 1].tolist() == block.tokens[1].tolist()
+    assert block.tree.num_nodes[0] > slots + 1 == block.tree.num_nodes[1]
+    roots = (block.tree.parents == 0).sum(dim=1)
+    assert roots[0] > 1 and roots[1] == 1 and block.tokens[0, 0] in block.tree.tokens[0, 1:]
+
+    setting.drafter.serve = dataclasses.replace(setting.drafter.serve, tree_budget=1)
+    block = setting.drafter.draft(setting.inputs)
+    assert block.tree.num_nodes.tolist() == [slots + 1] * SIZE
+    assert torch.equal(block.tree.tokens[:, 1 : slots + 1], chains.tokens)
 
 
 def test_inactive_rows_write_nothing_and_change_nothing() -> None:

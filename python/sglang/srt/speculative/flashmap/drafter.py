@@ -4,7 +4,8 @@ A draft reads a few small per-request tensors (``DraftInputs``), the draft KV po
 the requests, and writes ``tokens (B, K)`` and the draft logits. On a server of trees it drafts ``N``
 candidate blocks per request, side by side on the cross-attention's query axis so that the context
 is read once, and plans the trees; ``N`` depends on the batch's size alone. Candidate 0 is the same
-for every ``N``. Everything else is weights. So a graph per batch size needs no metadata from an
+for every ``N``, at the request's temperature; the others are sampled at a temperature of their own,
+since the likeliest blocks of different noise may be one. Everything else is weights. So a graph per batch size needs no metadata from an
 attention backend and no host work but filling the inputs; padding rows are inactive: they write no
 context and attend to none.
 """
@@ -28,6 +29,10 @@ from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
 from sglang.srt.speculative.flashmap.plan import first_requests
 
 logger = logging.getLogger(__name__)
+
+# Of candidates 1 and up. With the shipped draft, trees of 8 likeliest blocks were chains, of blocks
+# sampled at this they had a quarter more drafts accepted (benchmark/flashmap/tree_scores.py).
+_CANDIDATE_TEMPERATURE = 0.5
 
 
 @dataclass(frozen=True)
@@ -148,9 +153,16 @@ class Drafter:
         offsets = row_offsets(inputs.seq_lens, per_request)
         noise = model.draw_noise(seeds, offsets)
         logits = model.draft_logits(noise, positions.view(-1), context, candidates, out=out)
-        temperatures = inputs.temperatures.repeat_interleave(per_request)
+        temperatures, filters = inputs.temperatures, inputs.filters
+        if candidates > 1:
+            # A greedy request's top-k of 1 would make all its candidates one.
+            filters = filters * (temperatures > 0)[:, None]
+            temperatures = temperatures[:, None].repeat(1, candidates)
+            temperatures[:, 1:] = _CANDIDATE_TEMPERATURE
+            filters = filters.repeat_interleave(candidates, dim=0)
+        temperatures = temperatures.view(-1).repeat_interleave(slots)
         # In place: what is sampled from here is what an accept rule takes as the proposal.
-        filter_logits(logits, temperatures, inputs.filters.repeat_interleave(per_request, dim=0))
+        filter_logits(logits, temperatures, filters.repeat_interleave(slots, dim=0))
         tokens = sample_draft(
             logits,
             model.draft_ids,
