@@ -185,3 +185,26 @@ def test_an_anchor_is_overwritten_by_its_hidden_state() -> None:
         cache_loc=slot,
     )
     assert (setting.pool.snapshot()[:, :, slot] != anchor_entry).flatten(2).any(-1).all()
+
+
+def test_trees_grow_from_the_likeliest_tokens_of_each_slot() -> None:
+    """Of one candidate: sampled rows at their temperature, chain rows as they are drafted."""
+    setting = Setting()
+    setting.drafter.serve = dataclasses.replace(
+        setting.drafter.serve, verify_width=20, tree_candidates=1, tree_choices=3
+    )
+    setting.inputs.chain[2] = True
+    block = setting.drafter.draft(setting.inputs)
+    tree = block.tree
+    assert tree.num_nodes.tolist() == [20, 20, 9]
+    assert torch.equal(tree.tokens[2, 1:9], block.tokens[2])
+    for row in (0, 1):  # greedy rows at temperature 1, and row 1 has that
+        probs = block.logits[row].double().softmax(dim=-1)
+        paths, likely = [()], [1.0]
+        for node in range(1, 20):
+            parent, token = int(tree.parents[row, node]), int(tree.tokens[row, node])
+            paths.append((*paths[parent], token))
+            likely.append(likely[parent] * float(probs[len(paths[parent]), token]))
+        assert len(set(paths)) == 20
+        assert likely == pytest.approx(sorted(likely, reverse=True))
+        assert likely[1] == pytest.approx(float(probs[0].max()))

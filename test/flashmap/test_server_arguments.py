@@ -107,6 +107,11 @@ ACCEPTED = {
         "--speculative-flashmap-tree-candidates 4 --speculative-num-draft-tokens 33",
         dict(speculative_num_draft_tokens=33),
     ),
+    "grown-trees": (
+        "--speculative-flashmap-tree-candidates 1 --speculative-flashmap-tree-choices 8 "
+        "--speculative-num-draft-tokens 33",
+        dict(speculative_eagle_topk=2, speculative_num_draft_tokens=33),
+    ),
     "one-candidate": (
         "--speculative-flashmap-tree-candidates 1",
         dict(speculative_eagle_topk=1, speculative_num_draft_tokens=5),
@@ -212,6 +217,19 @@ REFUSED = {
     "one-noise": (
         "--speculative-flashmap-tree-candidates 4 --speculative-flashmap-noise-temperature 0",
         "all candidates are one; leave one of the two out",
+    ),
+    "choices-without-trees": (
+        "--speculative-flashmap-tree-choices 4",
+        "-choices 4 is for trees; pass --speculative-flashmap-tree-candidates 1",
+    ),
+    "choices-65": (
+        "--speculative-flashmap-tree-candidates 5 --speculative-flashmap-tree-choices 13",
+        "-choices 13 times 5 candidates must be from 0 to 64",
+    ),
+    "choices-width": (
+        "--speculative-flashmap-tree-candidates 1 --speculative-flashmap-tree-choices 4 "
+        "--speculative-num-draft-tokens 130",
+        "must be from 2 to 129 for this draft's block size 8",
     ),
     "budget": ("--speculative-flashmap-tree-budget 0", "-budget 0 must be at least 1"),
     "temperature": ("--speculative-flashmap-tree-temperature -1", "-1.0 must be at least 0"),
@@ -330,6 +348,7 @@ def test_trees_of_a_target_with_a_sliding_window(
     cfg = SimpleNamespace(
         device=device,
         speculative_flashmap_tree_candidates=4,
+        speculative_flashmap_tree_choices=0,
         speculative_flashmap_tree_budget=32,
         speculative_flashmap_tree_temperature=0.3,
         speculative_flashmap_noise_temperature=1.0,

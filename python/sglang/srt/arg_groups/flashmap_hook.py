@@ -23,6 +23,7 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
 )
 from sglang.kernels.ops.speculative.flashmap.tree import MAX_CANDIDATES, MAX_SLOTS, MAX_WIDTH
+from sglang.kernels.ops.speculative.flashmap.tree_growth import MAX_CHOICES
 from sglang.srt.arg_groups.refusal import StartRefused
 from sglang.srt.configs.flashmap import FlashMapConfig, FlashMapConfigError
 from sglang.srt.environ import envs
@@ -66,7 +67,7 @@ def _handle_flashmap(server_args: Any) -> None:
         "handle_flashmap",
         speculative_num_steps=1,
         # To attention backends and graphs, above 1 is what says that verify inputs carry a tree's mask.
-        speculative_eagle_topk=2 if cfg.speculative_flashmap_tree_candidates > 1 else 1,
+        speculative_eagle_topk=2 if _verifies_trees(cfg) else 1,
         speculative_num_draft_tokens=width,
         speculative_draft_load_format=load_format,
         # The draft's own, whatever the target's is: 8 bits cost accepted drafts.
@@ -211,6 +212,11 @@ def _check_target(server_args: Any, config: FlashMapConfig) -> None:
         )
 
 
+def _verifies_trees(cfg: Any) -> bool:
+    least = 1 if cfg.speculative_flashmap_tree_choices else 2
+    return cfg.speculative_flashmap_tree_candidates >= least
+
+
 def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
     cfg = resolving_view(server_args)
     candidates = cfg.speculative_flashmap_tree_candidates
@@ -230,7 +236,18 @@ def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
             f"{cfg.speculative_flashmap_tree_temperature} must be at least 0 (only greedy requests "
             "get trees)."
         )
-    if candidates < 2:
+    choices = cfg.speculative_flashmap_tree_choices
+    if choices < 0 or choices * candidates > MAX_CHOICES:
+        raise ValueError(
+            f"--speculative-flashmap-tree-choices {choices} times {candidates} candidates must be "
+            f"from 0 to {MAX_CHOICES} tokens of a slot."
+        )
+    if choices and not candidates:
+        raise ValueError(
+            f"--speculative-flashmap-tree-choices {choices} is for trees; pass "
+            "--speculative-flashmap-tree-candidates 1 (or more) too."
+        )
+    if not _verifies_trees(cfg):
         return
     if cfg.speculative_flashmap_noise_temperature == 0:
         raise ValueError(
@@ -271,7 +288,10 @@ def _resolve_verify_width(server_args: Any, config: FlashMapConfig) -> int:
             + " are two names of one number; leave one out."
         )
     candidates = max(1, cfg.speculative_flashmap_tree_candidates)
-    most = min(candidates * config.block_size + 1, MAX_WIDTH if candidates > 1 else 1 << 30)
+    trees, grown = _verifies_trees(cfg), cfg.speculative_flashmap_tree_choices > 0
+    most = MAX_WIDTH if grown else candidates * config.block_size + 1
+    if trees:
+        most = min(most, MAX_WIDTH)
     for flag, width in asked.items():
         if not 2 <= width <= most:
             blocks = f"{candidates} candidates of" if candidates > 1 else "this draft's"
@@ -280,13 +300,13 @@ def _resolve_verify_width(server_args: Any, config: FlashMapConfig) -> int:
                 f"from 2 to {most} for {blocks} block size {config.block_size}."
             )
         return width
-    return _default_verify_width(cfg, config, candidates)
+    return _default_verify_width(cfg, config, trees)
 
 
-def _default_verify_width(cfg: Any, config: FlashMapConfig, candidates: int) -> int:
+def _default_verify_width(cfg: Any, config: FlashMapConfig, trees: bool) -> int:
     """``K + 1``; for chains on a CPU, where a row of a verify forward is never free, fewer."""
     whole = config.block_size + 1
-    if cfg.device != "cpu" or candidates > 1 or whole <= CPU_VERIFY_WIDTH:
+    if cfg.device != "cpu" or trees or whole <= CPU_VERIFY_WIDTH:
         return whole
     logger.info(
         "FLASHMAP: on a CPU %d of %d drafts are verified a step; --speculative-num-draft-tokens %d "

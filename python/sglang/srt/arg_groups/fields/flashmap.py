@@ -55,6 +55,12 @@ class FlashMapSpecFields(msgspec.Struct):
         "verified as one tree of their shared prefixes. 0 or 1 verifies chains. Requests above "
         "--speculative-flashmap-tree-temperature get chains in either case.",
     ] = 0
+    speculative_flashmap_tree_choices: A[
+        int,
+        "FLASHMAP only. Grows trees from the likeliest tokens of each slot, this many per candidate, "
+        "instead of keeping what most candidates share. One candidate is then enough for a tree. 0 "
+        "counts candidates.",
+    ] = 0
     speculative_flashmap_tree_budget: A[
         int,
         "FLASHMAP only. Candidate blocks per batch: a batch of B requests drafts "

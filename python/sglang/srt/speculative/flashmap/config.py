@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.kernels.ops.speculative.flashmap.tree import MAX_WIDTH
 from sglang.srt.configs.flashmap import FlashMapConfig
 
 
@@ -36,7 +37,9 @@ class FlashMapServeConfig:
     noise_temperature: float = 1.0
     """Factor of the draft's starting noise; 0 drafts from one fixed state."""
     tree_candidates: int = 0
-    """Candidate blocks per request, ``N``; 0 and 1 verify chains."""
+    """Candidate blocks per request, ``N``; 0, and 1 without choices, verifies chains."""
+    tree_choices: int = 0
+    """Likeliest tokens of a slot and candidate that a tree grows from; 0: votes of candidates."""
     tree_budget: int = 32
     """Candidate blocks per batch."""
     tree_temperature: float = 0.3
@@ -50,13 +53,15 @@ class FlashMapServeConfig:
 
     def __post_init__(self) -> None:
         most = max(self.tree_candidates, 1) * self.block_size + 1
+        if self.trees and self.tree_choices:
+            most = MAX_WIDTH
         assert 2 <= self.verify_width <= most, self
         assert self.grid[0] == 0.0 and self.grid[-1] == 1.0, self
 
     @property
     def trees(self) -> bool:
         """Whether the verify forward takes trees; a chain is then a tree without branches."""
-        return self.tree_candidates > 1
+        return self.tree_candidates > (0 if self.tree_choices else 1)
 
     @property
     def num_drafts(self) -> int:
@@ -97,6 +102,7 @@ class FlashMapServeConfig:
             noise_error=spec.speculative_flashmap_noise_error,
             noise_temperature=spec.speculative_flashmap_noise_temperature,
             tree_candidates=spec.speculative_flashmap_tree_candidates,
+            tree_choices=spec.speculative_flashmap_tree_choices,
             tree_budget=spec.speculative_flashmap_tree_budget,
             tree_temperature=spec.speculative_flashmap_tree_temperature,
             draft_quantization=spec.speculative_flashmap_draft_quantization,

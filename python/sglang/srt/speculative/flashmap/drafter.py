@@ -21,7 +21,9 @@ import torch
 from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import scratch_bytes
+from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan, plan_tree
+from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.memory import pool_bytes
@@ -174,8 +176,17 @@ class Drafter:
         logits = logits.view(-1, candidates, slots, logits.shape[-1])
         tree = None
         if self.serve.trees:
-            tree = plan_tree(inputs.anchors, tokens, self.serve.verify_width, inputs.chain)
+            tree = self._plan(inputs, tokens, logits)
         return DraftBlock(tokens[:, 0], logits[:, 0], tree)
+
+    def _plan(self, inputs: DraftInputs, tokens: torch.Tensor, logits: torch.Tensor) -> TreePlan:
+        """The trees of candidates ``tokens (B, N, K)`` and their ``logits (B, N, K, Vd)``."""
+        width, choices = self.serve.verify_width, self.serve.tree_choices
+        if choices == 0:
+            return plan_tree(inputs.anchors, tokens, width, inputs.chain)
+        likely, probs = slot_choices(logits, self.model.draft_ids, inputs.temperatures, choices)
+        block = tokens[:, 0].contiguous()
+        return grow_tree(inputs.anchors, likely, probs, block, width, inputs.chain)
 
     def pool_bytes(self) -> int:
         """Of the draft KV pool."""
