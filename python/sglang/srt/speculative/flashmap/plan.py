@@ -1,8 +1,8 @@
 """What a step verifies, and by which rule: decided per request, never per batch.
 
-A server of chains (``--speculative-flashmap-tree-candidates`` 0, or 1 without choices) keeps the greedy prefix of a
-greedy request and rejects drafts of a sampled one. A server of trees verifies every request in the
-same graph, a chain being a tree without branches:
+A server of chains (``--speculative-flashmap-tree-candidates`` 0, or 1 without choices) keeps the
+greedy prefix of a greedy request and rejects drafts of a sampled one. A server of trees verifies
+every request in the same graph, a chain being a tree without branches:
 
 | request | tree or chain | rule |
 |---|---|---|
