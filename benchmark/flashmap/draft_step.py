@@ -16,7 +16,6 @@ import statistics
 from pathlib import Path
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap import launch, skinny_linear
 from sglang.srt.configs.flashmap import FlashMapConfig
 from sglang.srt.models.flashmap import FlashMapDraftModel

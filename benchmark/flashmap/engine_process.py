@@ -56,7 +56,6 @@ def _serve(
 ) -> None:
     os.environ.update(environment)
     import psutil
-
     import sglang
 
     engine = sglang.Engine(**arguments)

@@ -109,9 +109,8 @@ def run(options: argparse.Namespace) -> None:
     if options.accept_length:
         os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(options.accept_length)
         os.environ.setdefault("SGLANG_SIMULATE_ACC_METHOD", "match-expected")
-    import torch
-
     import sglang
+    import torch
 
     out = Path(options.out)
     start = time.perf_counter()

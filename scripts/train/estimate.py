@@ -12,7 +12,6 @@ from train.loop import Trainer
 from train.network import parameter_count
 from train.vocabulary_loss import chunk_rows
 
-
 _STEPS = 8
 _WARM = 3
 """The first steps compile kernels and fill caches."""

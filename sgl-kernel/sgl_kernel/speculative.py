@@ -7,9 +7,8 @@ Verification spells these arguments `retrive_*`, as its callers do.
 """
 
 import torch
-from torch.nn.functional import pad
-
 from sgl_kernel.cache_locs import ragged_span
+from torch.nn.functional import pad
 
 FULL_MASK, QLEN_ONLY = 0, 1
 

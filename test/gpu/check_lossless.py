@@ -37,7 +37,6 @@ def write_models(folder: Path) -> tuple[Path, Path]:
 
     import transformers
     from safetensors.torch import save_file
-
     from sglang.srt.configs.flashmap import FlashMapConfig
     from sglang.srt.speculative.flashmap.checkpoint import expected_shapes
 

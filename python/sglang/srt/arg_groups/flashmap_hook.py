@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.kernels.ops.speculative.flashmap.tree import MAX_CANDIDATES, MAX_SLOTS, MAX_WIDTH
+from sglang.kernels.ops.speculative.flashmap.tree_growth import MAX_CHOICES
 from sglang.srt.arg_groups.overrides import (
     attention_backends_of,
     declare_resolution,
@@ -22,8 +24,6 @@ from sglang.srt.arg_groups.overrides import (
     resolved_view,
     resolving_view,
 )
-from sglang.kernels.ops.speculative.flashmap.tree import MAX_CANDIDATES, MAX_SLOTS, MAX_WIDTH
-from sglang.kernels.ops.speculative.flashmap.tree_growth import MAX_CHOICES
 from sglang.srt.arg_groups.refusal import StartRefused
 from sglang.srt.configs.flashmap import FlashMapConfig, FlashMapConfigError
 from sglang.srt.environ import envs

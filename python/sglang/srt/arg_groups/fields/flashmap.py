@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Literal, Optional
 
 import msgspec
-
 from sglang.srt.arg_groups.arg_utils import A
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-
 from sglang.srt.configs.flashmap import FlashMapConfig
 
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"

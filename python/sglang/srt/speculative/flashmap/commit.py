@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.accepted_kv import move_accepted
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.speculative.dspark_components.dspark_kv_inject import TargetHiddenKvInjector

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.tree import MAX_WIDTH
 from sglang.srt.configs.flashmap import FlashMapConfig
 

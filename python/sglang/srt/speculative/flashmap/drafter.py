@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from typing import Sequence
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import scratch_bytes

@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.noise import normalise_noise
 from sglang.srt.speculative.flashmap.noise import embedding_gram
 from sglang.srt.speculative.flashmap.projection import Projection

@@ -28,7 +28,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.noise import (
     gaussian_at,
     gaussian_noise,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.fp8_linear import (
     can_quantize,
     fp8_linear,

@@ -16,7 +16,6 @@ from collections import deque
 from typing import Any
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
 from sglang.srt.speculative.flashmap.plan import StepRules
 from sglang.srt.utils.common import is_pin_memory_available

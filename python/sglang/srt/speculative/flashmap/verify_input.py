@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
 from sglang.kernels.ops.speculative.flashmap.full_mask import write_full_mask
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput

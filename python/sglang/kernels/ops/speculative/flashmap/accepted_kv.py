@@ -20,7 +20,6 @@ from typing import List
 import torch
 import triton
 import triton.language as tl
-
 from sglang.kernels.ops.speculative.flashmap.context_kv import address_table
 from sglang.srt.utils.custom_op import register_custom_op
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
 from sglang.srt.utils.custom_op import register_custom_op
 
 _BLOCK = 1024
