@@ -216,7 +216,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=0, help="save and stop after this long (0: no limit)")
     add("--release-early", action="store_true", help="write release/ also when stopped")
     add("--release-dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    add("--remember", action="store_true", help="read the target once and keep its states in memory")
+    add(
+        "--remember", action="store_true", help="read the target once and keep its states in memory"
+    )
     add("--compile", action="store_true", help="torch.compile the network")
     add("--device", help="cuda or cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="of the target")

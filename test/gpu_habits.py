@@ -18,11 +18,12 @@ HABITS = os.environ.get("GPU_HABITS", "").split(",")
 if "pin" in HABITS and not torch.cuda.is_available():  # in every process of the server
     torch.Tensor.pin_memory = lambda tensor, *_: tensor
     for name in ("tensor", "zeros", "ones", "empty", "full"):
+        make = getattr(torch, name)
 
-        def unpinned(*args, _make=getattr(torch, name), pin_memory=False, **kwargs):
+        def unpinned(*args, _make=make, pin_memory=False, **kwargs):
             return _make(*args, **kwargs)
 
-        setattr(torch, name, functools.wraps(getattr(torch, name))(unpinned))
+        setattr(torch, name, functools.wraps(make)(unpinned))
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

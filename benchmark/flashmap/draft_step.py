@@ -142,7 +142,9 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--linear", choices=("skinny", "library"), default="skinny")
     parser.add_argument("--no-dependent-launch", action="store_true")
-    parser.add_argument("--tree-candidates", type=int, default=0, help="blocks per request, planned")
+    parser.add_argument(
+        "--tree-candidates", type=int, default=0, help="blocks per request, planned"
+    )
     parser.add_argument("--tree-budget", type=int, default=32, help="blocks per batch")
     parser.add_argument("--profile", help="write a torch profiler table of one draft here")
     options = parser.parse_args()
@@ -167,7 +169,7 @@ def main() -> None:
             floor = (weights + size * context * kv) / bandwidth * 1e3
             batch = inputs.head(size)
             drafter.draft(batch)
-            ms = median_ms(lambda: drafter.replay(size), 50)
+            ms = median_ms(lambda size=size: drafter.replay(size), 50)
             rows.append(dict(requests=size, context=context, ms=ms, floor_ms=floor))
             print(f"| {size} | {context} | {ms:.3f} | {floor:.3f} | {ms / floor:.2f} |", flush=True)
     if options.profile:

@@ -28,8 +28,9 @@ from sglang.srt.speculative.flashmap.noise import Stream
 
 TEXT = (
     "The lighthouse keeper counted the ships every evening. There were seven of them in spring, "
-    "and by the end of the summer only two came back, because the war had taken the others. He wrote "
-    "their names into a book, one line for each, and he never missed a day until the winter came."
+    "and by the end of the summer only two came back, because the war had taken the others. He "
+    "wrote their names into a book, one line for each, and he never missed a day until the winter "
+    "came."
 )
 
 

@@ -240,7 +240,9 @@ def main() -> None:
     merge = verbs.add_parser("table", help="print the measured modes side by side")
     merge.add_argument("--out", required=True)
     several = verbs.add_parser("compare", help="measure several modes side by side")
-    several.add_argument("modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, dflash:4")
+    several.add_argument(
+        "modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, dflash:4"
+    )
     several.add_argument("--out", required=True)
     options, passed_on = parser.parse_known_args()
     if passed_on and options.verb != "compare":

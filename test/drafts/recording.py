@@ -17,8 +17,9 @@ class RecordingDraftModel(OracleDraftModel):
     several tokens a step, so the recorded drafts see context entries of partial commits.
 
     While the folder `config.recordings` exists, each draft is saved there as `NNNN.pt`: a list with
-    one dict per request and candidate block, a request's candidates in order: `reference` (index or None), `position`, `anchor`, `context_len`, `noise`
-    `(K, H)`, `positions` `(K,)` and `logits` `(K, Vd)`.
+    one dict per request and candidate block, a request's candidates in order: `reference` (index or
+    None), `position`, `anchor`, `context_len`, `noise` `(K, H)`, `positions` `(K,)` and `logits`
+    `(K, Vd)`.
     """
 
     def draft_logits(

@@ -134,7 +134,9 @@ def server(
     found = [case for kind in cases.values() for case in kind]
     references = [Reference(tuple(case.prompt), tuple(case.output)) for case in found]
     corruption = Corruption((0.1, 0.05), seed=1)
-    draft = write_oracle(folder / f"oracle-{request.param}", folder / "untrained", references, corruption)
+    draft = write_oracle(
+        folder / f"oracle-{request.param}", folder / "untrained", references, corruption
+    )
     chunks = ("--enable-mixed-chunk", "--chunked-prefill-size", CHUNK)
     trees = ("--speculative-flashmap-tree-candidates", request.param)
     running = flashmap_server(folder / "target", draft, *flags, *chunks, *trees)

@@ -1,4 +1,5 @@
-"""Penalties, logit processors and seeds against transformers, which counts every token before it chooses the next.
+"""Penalties, logit processors and seeds against transformers, which counts every token before it
+chooses the next.
 
 A server without speculation would not do as the reference: with overlap scheduling it counts a step
 late, and a request that was retracted starts anew.

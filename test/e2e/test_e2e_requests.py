@@ -161,7 +161,8 @@ def test_top_k_of_one_is_greedy(oracle: Server, cases: dict[str, Case]) -> None:
 def stream(server: Server, payload: dict[str, Any], first: threading.Event) -> dict[str, Any]:
     """The last event of a streamed answer; `first` is set when the first one came."""
     last: dict[str, Any] = {}
-    for last in server.stream("/generate", payload):
+    for event in server.stream("/generate", payload):
+        last = event
         first.set()
     return last
 

@@ -1,4 +1,5 @@
-"""Drafts with e4m3 weights and with an e4m3 context pool: near the plain draft, nothing kept twice."""
+"""Drafts with e4m3 weights and with an e4m3 context pool: near the plain draft, nothing kept
+twice."""
 
 from __future__ import annotations
 

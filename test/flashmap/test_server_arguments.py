@@ -359,7 +359,9 @@ def test_trees_of_a_target_with_a_sliding_window(
     if fine or window is None:
         flashmap_hook._check_trees(None, SimpleNamespace(block_size=8))
         return
-    with pytest.raises(ValueError, match="sliding window .64 tokens.*leave it out to verify chains"):
+    with pytest.raises(
+        ValueError, match="sliding window .64 tokens.*leave it out to verify chains"
+    ):
         flashmap_hook._check_trees(None, SimpleNamespace(block_size=8))
 
 
@@ -511,7 +513,11 @@ AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenize
 @pytest.mark.parametrize("flags", ["", "--trust-remote-code"], ids=["plain", "target-trusted"])
 @pytest.mark.parametrize("architecture", ["FlashMapDraftModel", "Custom"])
 def test_the_drafts_code_is_never_run(
-    resolve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, architecture: str
+    resolve: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    architecture: str,
 ) -> None:
     """Up to the class that upstream's loader takes, also where the user brings models."""
     monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "drafts")

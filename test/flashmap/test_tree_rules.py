@@ -1,8 +1,9 @@
 """Losslessness on trees: texts have the target's distribution, whatever was drafted and planned.
 
 200 000 requests of a toy server draft candidate blocks, plan trees of them and accept by the real
-code, step after step until each has two or three tokens. Their texts, 25 or 125 cells, are compared with the
-exact distribution under the same parameters. The last tests plant biased rules and see them caught.
+code, step after step until each has two or three tokens. Their texts, 25 or 125 cells, are compared
+with the exact distribution under the same parameters. The last tests plant biased rules and see
+them caught.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def test_a_seeded_text_is_the_same_whatever_was_drafted(sampling: str) -> None:
 
 
 def reject_on_trees(acceptor, batch, draft, logits):
-    """The biased rule: the first path of a tree of votes under p/q rejection, as if drawn from q."""
+    """The biased rule: the first path of a tree of votes under p/q rejection, as if drawn from
+    q."""
     first = draft.tree.tokens[:, 1 : 1 + draft.tokens.shape[1]]
     biased = accept_module.DraftBlock(first, draft.logits, draft.tree)
     return REJECT(acceptor, batch, biased, logits)
@@ -139,15 +141,17 @@ REJECT = accept_module.Acceptor._reject
 
 def test_rejection_on_a_tree_of_votes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ToyServer(block_size=1, width=2, candidates=3, tree_temperature=0.5)
-    monkeypatch.setattr(accept_module.StepRules, "chain", lambda _, size, device: torch.zeros(size).bool())
+    monkeypatch.setattr(
+        accept_module.StepRules, "chain", lambda _, size, device: torch.zeros(size).bool()
+    )
     monkeypatch.setattr(accept_module.Acceptor, "_reject", reject_on_trees)
     found = distance(server, Sampling())
     assert not found.is_noise and found.worst_cell > 8, found
 
 
 def test_the_published_bias_of_a_majority_of_three() -> None:
-    """Target (.5, .3, .2), draft (.2, .3, .5), the majority of three drafts under p/q rejection, ties
-    to the smallest token: the output is (.584, .216, .2), not the target."""
+    """Target (.5, .3, .2), draft (.2, .3, .5), the majority of three drafts under p/q rejection,
+    ties to the smallest token: the output is (.584, .216, .2), not the target."""
     draws = DRAWS
     target, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
     torch.manual_seed(0)

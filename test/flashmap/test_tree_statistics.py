@@ -45,7 +45,9 @@ def test_metrics() -> None:
         statistics.launch(tree([5, 3], [9, 3], [4, 1]), StepRules(2, 0, 0, None))
         statistics.collect()
     found = {
-        name: REGISTRY.get_sample_value(f"sglang:flashmap_{name}_total", {"model_name": "some-model"})
+        name: REGISTRY.get_sample_value(
+            f"sglang:flashmap_{name}_total", {"model_name": "some-model"}
+        )
         for name in ("tree_nodes", "trie_nodes", "distinct_candidates")
     }
     assert found == dict(tree_nodes=16, trie_nodes=24, distinct_candidates=10)

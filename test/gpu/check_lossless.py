@@ -129,14 +129,17 @@ def check_seeds(engine, prompts: list[list[int]]) -> None:
         crowd = engine.generate(
             input_ids=prompts, sampling_params=[seeded(7, temperature), *others]
         )
+        same = alone["output_ids"] == crowd[0]["output_ids"]
         print(
             f"  seeded request, T={temperature:g}: repeated "
             f"{'equal' if alone['output_ids'] == again['output_ids'] else 'DIFFERENT'}, in a batch "
-            f"{'equal' if alone['output_ids'] == crowd[0]['output_ids'] else 'different (rounding)'}"
+            f"{'equal' if same else 'different (rounding)'}"
         )
 
 
-def compare(name: str, plain: list[dict], drafted: list[dict], max_gap: float) -> tuple[float, bool]:
+def compare(
+    name: str, plain: list[dict], drafted: list[dict], max_gap: float
+) -> tuple[float, bool]:
     """Prints a line; the mean accept length, and whether all first divergences are near-ties."""
     gaps, worst_logprob = [], 0.0
     for a, b in zip(plain, drafted, strict=True):
@@ -180,7 +183,9 @@ def check_backend(options, backend: str, folder: Path, target: Path, untrained: 
         for prompt, output in zip(flat, plain, strict=True)
     ]
     # Branches within a generated text, whose prefix the radix cache holds as moved KV.
-    branches = [list(r.tokens[: len(r.prompt) + tokens // 2]) for r in references[: options.batches[0]]]
+    branches = [
+        list(r.tokens[: len(r.prompt) + tokens // 2]) for r in references[: options.batches[0]]
+    ]
     prompts.append(branches)
     plain += [
         dict(output_ids=output["output_ids"][tokens // 2 :], meta_info=tail(output, tokens // 2))

@@ -4,8 +4,8 @@
 
 Not collected by pytest: each line starts an engine or two. Models are those of `check_lossless.py`.
 `cache`: with an fp8 KV cache of the target, text with FLASHMAP equals text without it up to
-near-ties, whether the draft's cache is its own dtype (the default) or fp8 too; the accept lengths of
-both are printed. `graphs`: with prefill graphs as without them, texts are equal up to near-ties.
+near-ties, whether the draft's cache is its own dtype (the default) or fp8 too; the accept lengths
+of both are printed. `graphs`: with prefill graphs as without them, texts are equal up to near-ties.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""move_accepted: rows of accepted paths against a move one request and one depth after the other."""
+"""move_accepted: rows of accepted paths against a move one request and one depth after the
+other."""
 
 from __future__ import annotations
 

@@ -100,7 +100,9 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                 path, num_correct = tree_walk.walk_tree(*(new(rows, 9, dtype=torch.int64),) * 4, 5)
                 assert path.shape == (rows, 5) and path.dtype == torch.int32
                 assert num_correct.shape == (rows,) and num_correct.dtype == torch.int64
-                assert accepted_kv.move_accepted(pool, new(rows, 9, dtype=torch.int64), path) is None
+                assert (
+                    accepted_kv.move_accepted(pool, new(rows, 9, dtype=torch.int64), path) is None
+                )
                 mask = new(rows, 9, 9, dtype=torch.bool)
                 assert full_mask.write_full_mask(mask, longs, new(99, dtype=torch.bool)) is None
                 kv = new(rows, layers, 2, kv_heads, head_dim)

@@ -49,7 +49,9 @@ def test_more_likeliest_tokens_than_there_are(count: int) -> None:
 def test_samples_out_of_bounds(count: Any) -> None:
     """Copying the request so often would end the server."""
     request = GenerateReqInput(text="a", sampling_params=dict(n=count))
-    with pytest.raises(ValueError, match=f"n, the number of samples, must be from 1 to {MAX_SAMPLES}"):
+    with pytest.raises(
+        ValueError, match=f"n, the number of samples, must be from 1 to {MAX_SAMPLES}"
+    ):
         request.normalize_batch_and_arguments()
 
 

@@ -41,7 +41,8 @@ DRAFT_LOAD_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "dummy"
 
 
 def handle_flashmap(server_args: Any) -> None:
-    """Validate ``server_args`` and declare ``W`` and the branches of a step, or ``StartRefused``."""
+    """Validate ``server_args`` and declare ``W`` and the branches of a step, or
+    ``StartRefused``."""
     try:
         _handle_flashmap(server_args)
     except ValueError as error:
@@ -66,7 +67,8 @@ def _handle_flashmap(server_args: Any) -> None:
         server_args,
         "handle_flashmap",
         speculative_num_steps=1,
-        # To attention backends and graphs, above 1 is what says that verify inputs carry a tree's mask.
+        # To attention backends and graphs, above 1 is what says that verify inputs carry a tree's
+        # mask.
         speculative_eagle_topk=2 if _verifies_trees(cfg) else 1,
         speculative_num_draft_tokens=width,
         speculative_draft_load_format=load_format,
@@ -84,12 +86,14 @@ def _refuse_unsupported(server_args: Any) -> None:
     device = str(cfg.device).split(":")[0]
     if device not in VERIFY_BACKENDS:
         raise ValueError(
-            f"FLASHMAP runs on CUDA GPUs and CPUs, not on --device {cfg.device}; choose cuda or cpu."
+            f"FLASHMAP runs on CUDA GPUs and CPUs, not on --device {cfg.device}; choose cuda or "
+            "cpu."
         )
     if cfg.speculative_draft_model_path is None:
         raise ValueError(
             "FLASHMAP needs a draft: pass --speculative-draft-model-path with a FlashMap release "
-            "(j-shen/FlashMap-Qwen3-8B for Qwen/Qwen3-8B) or a folder made by scripts/make_draft.py."
+            "(j-shen/FlashMap-Qwen3-8B for Qwen/Qwen3-8B) or a folder made by "
+            "scripts/make_draft.py."
         )
     unsupported = {
         "--tp-size above 1": cfg.tp_size > 1,
@@ -110,15 +114,16 @@ def _refuse_unsupported(server_args: Any) -> None:
         "--speculative-draft-attention-backend": cfg.speculative_draft_attention_backend
         is not None,
         "--speculative-dflash-block-size": cfg.speculative_dflash_block_size is not None,
-        "--speculative-accept-threshold-single and -acc other than 1.0, which would make the output "
-        "lossy": cfg.speculative_accept_threshold_single != 1.0
+        "--speculative-accept-threshold-single and -acc other than 1.0, which would make the "
+        "output lossy": cfg.speculative_accept_threshold_single != 1.0
         or cfg.speculative_accept_threshold_acc != 1.0,
     }
     asked = [name for name, given in unsupported.items() if given]
     if asked:
         raise ValueError(
-            f"FLASHMAP does not support {', '.join(asked)}; leave {'it' if len(asked) == 1 else 'them'}"
-            " out, or serve with another --speculative-algorithm."
+            f"FLASHMAP does not support {', '.join(asked)}; leave "
+            f"{'it' if len(asked) == 1 else 'them'} out, or serve with another "
+            "--speculative-algorithm."
         )
     if cfg.enable_memory_saver and not cfg.enable_weights_cpu_backup:
         raise ValueError(
@@ -148,8 +153,8 @@ def read_draft_config(cfg: Any) -> FlashMapConfig:
     path = cfg.speculative_draft_model_path
     if os.path.isabs(path) and not os.path.isdir(path):
         raise ValueError(
-            f"--speculative-draft-model-path {path} does not exist; pass a FlashMap release folder or "
-            "a Hugging Face repository id."
+            f"--speculative-draft-model-path {path} does not exist; pass a FlashMap release folder "
+            "or a Hugging Face repository id."
         )
     if os.path.isdir(path):
         _check_config_file(Path(path))
@@ -166,7 +171,9 @@ def read_draft_config(cfg: Any) -> FlashMapConfig:
             f"--speculative-draft-model-path {path}: its config.json could not be read ({reason}); "
             "pass a FlashMap release folder or check the network and the repository id."
         ) from error
-    found = f"holds a {model_type!r} model" if model_type else "has no model_type in its config.json"
+    found = (
+        f"holds a {model_type!r} model" if model_type else "has no model_type in its config.json"
+    )
     raise ValueError(
         f"--speculative-draft-model-path {path} {found}, not a FlashMap draft; pass a FlashMap "
         "release, or the --speculative-algorithm of that draft."
@@ -183,7 +190,9 @@ def _check_config_file(folder: Path) -> None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON ({error}); fetch the draft again.") from error
+        raise ValueError(
+            f"{path} is not readable JSON ({error}); fetch the draft again."
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object; fetch the draft again.")
     model_type = content.get("model_type")
@@ -252,14 +261,14 @@ def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
     if cfg.speculative_flashmap_noise_temperature == 0:
         raise ValueError(
             f"--speculative-flashmap-tree-candidates {candidates}: with "
-            "--speculative-flashmap-noise-temperature 0 all candidates are one; leave one of the two "
-            "out."
+            "--speculative-flashmap-noise-temperature 0 all candidates are one; leave one of the "
+            "two out."
         )
     if config.block_size > MAX_SLOTS:
         raise ValueError(
-            f"--speculative-flashmap-tree-candidates {candidates}: trees are planned from blocks of "
-            f"at most {MAX_SLOTS} tokens, and this draft's have {config.block_size}; leave it out to "
-            "verify chains."
+            f"--speculative-flashmap-tree-candidates {candidates}: trees are planned from blocks "
+            f"of at most {MAX_SLOTS} tokens, and this draft's have {config.block_size}; leave it "
+            "out to verify chains."
         )
     window = model_config_of(server_args).sliding_window_size
     if window is not None and window > 0 and not str(cfg.device).startswith("cpu"):
@@ -320,11 +329,14 @@ def _default_verify_width(cfg: Any, config: FlashMapConfig, trees: bool) -> int:
 
 def _check_architecture(cfg: Any, config: FlashMapConfig) -> None:
     """Refuse a draft that names another model class than ours, unless the user brings models."""
-    if config.architectures != ["FlashMapDraftModel"] and not envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get():
+    if (
+        config.architectures != ["FlashMapDraftModel"]
+        and not envs.SGLANG_EXTERNAL_MODEL_PACKAGE.get()
+    ):
         raise ValueError(
-            f"--speculative-draft-model-path {cfg.speculative_draft_model_path}: its config.json names "
-            f"the architectures {config.architectures}, but a FlashMap draft is a FlashMapDraftModel; "
-            "use the config.json of the release."
+            f"--speculative-draft-model-path {cfg.speculative_draft_model_path}: its config.json "
+            f"names the architectures {config.architectures}, but a FlashMap draft is a "
+            "FlashMapDraftModel; use the config.json of the release."
         )
 
 
@@ -349,15 +361,15 @@ def _check_jump_bank(cfg: Any, config: FlashMapConfig, *, num_jumps: int) -> Non
         )
     if size and num_jumps == 1:
         raise ValueError(
-            f"--speculative-flashmap-jump-bank-size {size} is for drafts of several jumps, and this one "
-            "takes one; leave it out, or pass --speculative-flashmap-num-steps."
+            f"--speculative-flashmap-jump-bank-size {size} is for drafts of several jumps, and "
+            "this one takes one; leave it out, or pass --speculative-flashmap-num-steps."
         )
     asked = cfg.speculative_flashmap_draft_vocab_size
     most = resolve_draft_vocab_size(asked, config) or config.vocab_size
     if size and not 1 <= topk <= most:
         raise ValueError(
-            f"--speculative-flashmap-jump-topk {topk} must be from 1 to the {most} tokens of the draft "
-            "vocabulary."
+            f"--speculative-flashmap-jump-topk {topk} must be from 1 to the {most} tokens of the "
+            "draft vocabulary."
         )
 
 
@@ -370,8 +382,8 @@ def _check_quantization(cfg: Any) -> None:
         if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
             return
     raise ValueError(
-        "--speculative-flashmap-draft-quantization fp8 needs the FP8 tensor cores of an Ada, Hopper or "
-        f"later GPU, which {found} has not; leave it out."
+        "--speculative-flashmap-draft-quantization fp8 needs the FP8 tensor cores of an Ada, "
+        f"Hopper or later GPU, which {found} has not; leave it out."
     )
 
 
@@ -389,12 +401,14 @@ def _check_noise(cfg: Any, *, num_jumps: int) -> None:
         )
     if error > 0 and (form == "cholesky" or num_jumps > 1):
         raise ValueError(
-            f"--speculative-flashmap-noise-error {error} cuts the folded noise of one jump; leave it "
-            "out, or pass --speculative-flashmap-noise folded and --speculative-flashmap-num-steps 1."
+            f"--speculative-flashmap-noise-error {error} cuts the folded noise of one jump; leave "
+            "it out, or pass --speculative-flashmap-noise folded and "
+            "--speculative-flashmap-num-steps 1."
         )
     if not 0 <= temperature < math.inf:
         raise ValueError(
-            f"--speculative-flashmap-noise-temperature {temperature} must be a number of at least 0."
+            f"--speculative-flashmap-noise-temperature {temperature} must be a number of at least "
+            "0."
         )
 
 

@@ -161,20 +161,20 @@ class FlashMapConfig(PretrainedConfig):
         nested = [name for name in _NESTED_CONFIGS if name in kwargs]
         if nested:
             raise FlashMapConfigError(
-                f"FlashMap draft config: {nested[0]} belongs to models of several parts, which a draft "
-                "is not; leave it out."
+                f"FlashMap draft config: {nested[0]} belongs to models of several parts, which a "
+                "draft is not; leave it out."
             )
         methods = sorted(name for name in kwargs if callable(getattr(type(self), name, None)))
         if methods:
             raise FlashMapConfigError(
-                f"FlashMap draft config: {methods[0]} is no key of a draft but a function of its config "
-                "class; leave it out."
+                f"FlashMap draft config: {methods[0]} is no key of a draft but a function of its "
+                "config class; leave it out."
             )
         names = kwargs.get("architectures", ["FlashMapDraftModel"])
         if names is not None and not (isinstance(names, list) and names and _all_text(names)):
             raise FlashMapConfigError(
-                "FlashMap draft config: architectures must be a list that names the model class, got "
-                f"{names!r}; leave it out."
+                "FlashMap draft config: architectures must be a list that names the model class, "
+                f"got {names!r}; leave it out."
             )
         kwargs.setdefault("tie_word_embeddings", False)
         kwargs["max_position_embeddings"] = _UNLIMITED_POSITIONS
@@ -189,8 +189,8 @@ class FlashMapConfig(PretrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As a file is read; it may leave out ``architectures``, the class that sglang looks up.
 
-        ``auto_map`` is dropped: sglang imports what it names, whatever the user trusts, when it knows
-        no model class for ``architectures``.
+        ``auto_map`` is dropped: sglang imports what it names, whatever the user trusts, when it
+        knows no model class for ``architectures``.
         """
         config_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
         if config_dict.get("architectures") is None:
@@ -198,7 +198,8 @@ class FlashMapConfig(PretrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def grid(self, num_steps: int | None = None) -> list[float]:
-        """Jump times ``[0, t_1, …, 1]`` of a draft with ``num_steps`` jumps (default: the config's)."""
+        """Jump times ``[0, t_1, …, 1]`` of a draft with ``num_steps`` jumps (default: the
+        config's)."""
         steps = self.num_steps if num_steps is None else num_steps
         times = self.jump_grids.get(str(steps))
         if times is None:
@@ -250,8 +251,8 @@ class FlashMapConfig(PretrainedConfig):
             )
         if self.head_dim % 2 or self.head_dim > _MAX_HEAD_DIM:
             raise FlashMapConfigError(
-                f"FlashMap draft config: head_dim {self.head_dim} (hidden_size / num_attention_heads) "
-                f"must be even and at most {_MAX_HEAD_DIM}."
+                f"FlashMap draft config: head_dim {self.head_dim} (hidden_size / "
+                f"num_attention_heads) must be even and at most {_MAX_HEAD_DIM}."
             )
         self._validate_layer_ids()
         if self.noise_gate not in ("jump", "constant"):
@@ -266,8 +267,8 @@ class FlashMapConfig(PretrainedConfig):
         ids = self.target_layer_ids
         if not isinstance(ids, list) or not ids:
             raise FlashMapConfigError(
-                f"FlashMap draft config: target_layer_ids must be a non-empty list, got {ids!r}; it "
-                "names the target layers the draft reads and cannot be guessed."
+                f"FlashMap draft config: target_layer_ids must be a non-empty list, got {ids!r}; "
+                "it names the target layers the draft reads and cannot be guessed."
             )
         for layer in ids:
             _require_int("every entry of target_layer_ids", layer, low=0)
@@ -322,9 +323,10 @@ class FlashMapConfig(PretrainedConfig):
         outside = [i for i in self.target_layer_ids if i >= num_hidden_layers - 1]
         if outside:
             raise FlashMapConfigError(
-                f"The FlashMap draft reads the outputs of target layers {outside} (target_layer_ids), "
-                f"but only those of layers 0 to {num_hidden_layers - 2} can be read of the served "
-                f"target's {num_hidden_layers} layers; serve a draft trained for this target."
+                f"The FlashMap draft reads the outputs of target layers {outside} "
+                f"(target_layer_ids), but only those of layers 0 to {num_hidden_layers - 2} can be "
+                f"read of the served target's {num_hidden_layers} layers; serve a draft trained "
+                "for this target."
             )
 
 

@@ -6,7 +6,8 @@ computed from it differs only by exact identities, in this order:
 1. AdaLN modulations depend on a jump's two times alone: one set per jump, at load.
 2. A single jump starts from noise ``x0 ~ N(0, I_V)``, read only through ``x0 @ E``, which is
    ``N(0, EᵀE)``: ``z @ Lᵀ`` with ``z ~ N(0, I_H)`` and ``L Lᵀ = EᵀE`` has that law, so no
-   vocabulary-wide noise is drawn (or the folded form of it, see ``folded_noise.py``). At ``s = 0`` the state's posterior is uniform: a constant.
+   vocabulary-wide noise is drawn (or the folded form of it, see ``folded_noise.py``). At ``s = 0``
+   the state's posterior is uniform: a constant.
 3. The DiT's head and the target's LM head meet with no non-linearity between them: they are
    folded (in float32) into one ``(draft vocabulary, d)`` projection.
 4. All layers' context keys and values come from one GEMM and are normed, rotated and scattered
@@ -352,12 +353,12 @@ class FlashMapDraftModel(nn.Module):
         )
 
     def _project(self, *, fp8: bool) -> None:
-        """The products of a draft; with ``fp8`` in e4m3, except ``fc``, whose input has the target's
-        outliers and, in a prefill, would be quantized too."""
+        """The products of a draft; with ``fp8`` in e4m3, except ``fc``, whose input has the
+        target's outliers and, in a prefill, would be quantized too."""
         if fp8 and self.dtype == torch.float32:
             raise ValueError(
-                "--speculative-flashmap-draft-quantization fp8 needs a draft of 16 bits, and this one "
-                "is float32; pass --dtype bfloat16 or leave it out."
+                "--speculative-flashmap-draft-quantization fp8 needs a draft of 16 bits, and this "
+                "one is float32; pass --dtype bfloat16 or leave it out."
             )
 
         def of(module: nn.Linear) -> Projection:
@@ -609,7 +610,8 @@ class FlashMapDraftModel(nn.Module):
         """Logits over the draft vocabulary of every slot.
 
         Args:
-            noise: ``(B·N·K, noise_width)`` standard normal draws, or the bank's, see ``draw_noise``.
+            noise: ``(B·N·K, noise_width)`` standard normal draws, or the bank's, see
+                ``draw_noise``.
             positions: ``(B·N·K,)`` positions of the slots.
             context: the paged context, anchors written.
             num_candidates: ``N``.

@@ -18,8 +18,9 @@ class FlashMapSpecFields(msgspec.Struct):
     speculative_flashmap_verify_attention: A[
         Literal["auto", "backend", "splitkv"],
         "Attention of verify steps, of any speculative algorithm: the attention backend's own, or "
-        "split-KV, for which verify runs on the triton backend. 'auto': with FLASHMAP and no attention "
-        "backend given, split-KV where it was measured to be the best choice; 'backend' otherwise.",
+        "split-KV, for which verify runs on the triton backend. 'auto': with FLASHMAP and no "
+        "attention backend given, split-KV where it was measured to be the best choice; 'backend' "
+        "otherwise.",
     ] = "auto"
     speculative_flashmap_num_steps: A[
         Optional[int],
@@ -34,31 +35,31 @@ class FlashMapSpecFields(msgspec.Struct):
     ] = None
     speculative_flashmap_noise: A[
         Literal["auto", "cholesky", "folded"],
-        "FLASHMAP only, drafts of one jump. How the draft's noise is embedded: one folded product, or "
-        "the Cholesky factor of the embedding's Gram matrix, then norm and projection. Both have the "
-        "same law. 'auto' is folded on a GPU.",
+        "FLASHMAP only, drafts of one jump. How the draft's noise is embedded: one folded product, "
+        "or the Cholesky factor of the embedding's Gram matrix, then norm and projection. Both "
+        "have the same law. 'auto' is folded on a GPU.",
     ] = "auto"
     speculative_flashmap_noise_error: A[
         float,
-        "FLASHMAP only. Leave directions out of the folded noise up to this relative root mean square "
-        "error of the noise term; 0 leaves out none. Output is lossless either way.",
+        "FLASHMAP only. Leave directions out of the folded noise up to this relative root mean "
+        "square error of the noise term; 0 leaves out none. Output is lossless either way.",
     ] = 0.0
     speculative_flashmap_noise_temperature: A[
         float,
-        "FLASHMAP only. Factor of the draft's starting noise. 0 drafts from one fixed state. Output is "
-        "lossless either way.",
+        "FLASHMAP only. Factor of the draft's starting noise. 0 drafts from one fixed state. "
+        "Output is lossless either way.",
     ] = 1.0
     speculative_flashmap_tree_candidates: A[
         int,
-        "FLASHMAP only. Candidate blocks per request, N, drafted in one pass from independent noise and "
-        "verified as one tree of their shared prefixes. 0 or 1 verifies chains. Requests above "
-        "--speculative-flashmap-tree-temperature get chains in either case.",
+        "FLASHMAP only. Candidate blocks per request, N, drafted in one pass from independent "
+        "noise and verified as one tree of their shared prefixes. 0 or 1 verifies chains. Requests "
+        "above --speculative-flashmap-tree-temperature get chains in either case.",
     ] = 0
     speculative_flashmap_tree_choices: A[
         int,
-        "FLASHMAP only. Grows trees from the likeliest tokens of each slot, this many per candidate, "
-        "instead of keeping what most candidates share. One candidate is then enough for a tree. 0 "
-        "counts candidates.",
+        "FLASHMAP only. Grows trees from the likeliest tokens of each slot, this many per "
+        "candidate, instead of keeping what most candidates share. One candidate is then enough "
+        "for a tree. 0 counts candidates.",
     ] = 0
     speculative_flashmap_tree_budget: A[
         int,
@@ -67,27 +68,28 @@ class FlashMapSpecFields(msgspec.Struct):
     ] = 32
     speculative_flashmap_tree_temperature: A[
         float,
-        "FLASHMAP only, with trees. Sampled requests up to this temperature are verified as trees by "
-        "matching the target's own draws, hotter ones as chains by rejection, which accepts more there. "
-        "The distribution is the target's either way.",
+        "FLASHMAP only, with trees. Sampled requests up to this temperature are verified as trees "
+        "by matching the target's own draws, hotter ones as chains by rejection, which accepts "
+        "more there. The distribution is the target's either way.",
     ] = 0.3
     speculative_flashmap_verify_width: A[
         str,
-        "FLASHMAP only. Rows per request in a verify forward, W: the last token and W - 1 drafts. The "
-        "same as --speculative-num-draft-tokens; 'auto' is the block size plus one.",
+        "FLASHMAP only. Rows per request in a verify forward, W: the last token and W - 1 drafts. "
+        "The same as --speculative-num-draft-tokens; 'auto' is the block size plus one.",
     ] = "auto"
     speculative_flashmap_draft_quantization: A[
         Literal["none", "fp8"],
-        "FLASHMAP only. 'fp8' keeps the draft's large weights in e4m3 with a scale per output channel "
-        "(Ada, Hopper and later). Output is lossless either way.",
+        "FLASHMAP only. 'fp8' keeps the draft's large weights in e4m3 with a scale per output "
+        "channel (Ada, Hopper and later). Output is lossless either way.",
     ] = "none"
     speculative_flashmap_jump_bank_size: A[
         int,
-        "FLASHMAP only, drafts of several jumps. Noise draws to precompute, so that no jump needs products "
-        "as wide as the vocabulary; approximate, see the documentation. 0: none, the exact jumps. Output "
-        "is lossless either way.",
+        "FLASHMAP only, drafts of several jumps. Noise draws to precompute, so that no jump needs "
+        "products as wide as the vocabulary; approximate, see the documentation. 0: none, the "
+        "exact jumps. Output is lossless either way.",
     ] = 0
     speculative_flashmap_jump_topk: A[
         int,
-        "FLASHMAP only, with a jump bank. Most probable tokens that are kept of a jump's prediction.",
+        "FLASHMAP only, with a jump bank. Most probable tokens that are kept of a jump's "
+        "prediction.",
     ] = 16

@@ -98,11 +98,12 @@ def check_names_and_shapes(
 
 
 def check_dtype(name: str, dtype: str, *, source: str) -> None:
-    """Raise ``FlashMapCheckpointError`` unless ``dtype``, of torch or of a file header, is served."""
+    """Raise ``FlashMapCheckpointError`` unless ``dtype``, of torch or of a file header, is
+    served."""
     if dtype.lower() not in WEIGHT_DTYPES:
         raise FlashMapCheckpointError(
-            f"The FlashMap draft {source}: tensor {name} is of dtype {dtype}, not of 16, 32 or 64 bit "
-            "floating point; use the unquantized FlashMap release."
+            f"The FlashMap draft {source}: tensor {name} is of dtype {dtype}, not of 16, 32 or 64 "
+            "bit floating point; use the unquantized FlashMap release."
         )
 
 
@@ -114,15 +115,17 @@ def check_finite(name: str, weight: torch.Tensor) -> None:
     """
     if not bool(weight.isfinite().all()):
         raise FlashMapCheckpointError(
-            f"The FlashMap draft checkpoint: tensor {name} holds NaN or infinity in {weight.dtype}; "
-            "fetch the draft again, or serve it in the dtype of its release."
+            f"The FlashMap draft checkpoint: tensor {name} holds NaN or infinity in "
+            f"{weight.dtype}; fetch the draft again, or serve it in the dtype of its release."
         )
 
 
 def _some(names: list[str]) -> str:
     # A file may call its tensors anything; a message stays one line.
     shown = ", ".join(
-        name if name.isprintable() and 0 < len(name) <= _LONGEST_NAME else ascii(name[:_LONGEST_NAME])
+        name
+        if name.isprintable() and 0 < len(name) <= _LONGEST_NAME
+        else ascii(name[:_LONGEST_NAME])
         for name in names[:4]
     )
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more tensors"
@@ -138,7 +141,8 @@ def _headers(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise FlashMapCheckpointError(
-            f"The FlashMap draft file {path} cannot be read as safetensors ({error}); fetch it again."
+            f"The FlashMap draft file {path} cannot be read as safetensors ({error}); fetch it "
+            "again."
         ) from error
 
 
@@ -183,8 +187,8 @@ def _check_draft_vocab(path: Path, config: FlashMapConfig) -> None:
         )
     if not dtype.startswith(("I", "U")):
         raise FlashMapCheckpointError(
-            f"The FlashMap draft file {path}: ids has dtype {dtype}, but token ids are integers; use "
-            "the file of the release."
+            f"The FlashMap draft file {path}: ids has dtype {dtype}, but token ids are integers; "
+            "use the file of the release."
         )
 
 
@@ -198,8 +202,8 @@ def draft_vocabulary(ranking: torch.Tensor, size: int, vocab_size: int) -> torch
     in_range = bool(((ids >= 0) & (ids < vocab_size)).all())
     if ids.dim() != 1 or not in_range or ids.unique().numel() != ids.numel():
         raise FlashMapCheckpointError(
-            f"{DRAFT_VOCAB_FILE}: ids must be distinct token ids below {vocab_size}; use the file of "
-            "the release."
+            f"{DRAFT_VOCAB_FILE}: ids must be distinct token ids below {vocab_size}; use the file "
+            "of the release."
         )
     if size > ids.numel():
         raise FlashMapCheckpointError(

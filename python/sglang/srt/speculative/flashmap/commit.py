@@ -3,8 +3,8 @@
 Verify windows hold a row per tree node. Accepted rows are brought to the front of their windows, in
 path order: KV is moved between slots, never computed anew, and the target's hidden states, gathered
 along the path, become draft context at the same slots. Slots are single tokens, so pages of any
-size, the radix cache and retraction see nothing but a committed prefix. Where the paths are known to
-be in place (chains) nothing moves.
+size, the radix cache and retraction see nothing but a committed prefix. Where the paths are known
+to be in place (chains) nothing moves.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Read from the server arguments by ``FlashMapServeConfig.from_spec`` after ``arg_groups/
 flashmap_hook.py`` has validated them; nothing here reads the environment. Symbols: ``K`` block
-size, ``W`` verify width (``--speculative-num-draft-tokens``), ``γ`` drafts on the longest path that is
-verified (``γ ≤ K``; ``W = γ + 1`` for chains), ``N`` candidate blocks per request.
+size, ``W`` verify width (``--speculative-num-draft-tokens``), ``γ`` drafts on the longest path that
+is verified (``γ ≤ K``; ``W = γ + 1`` for chains), ``N`` candidate blocks per request.
 """
 
 from __future__ import annotations

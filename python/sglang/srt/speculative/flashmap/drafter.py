@@ -1,13 +1,13 @@
 """``Drafter``: blocks of drafts and their verify trees, in a CUDA graph where there is one.
 
 A draft reads a few small per-request tensors (``DraftInputs``), the draft KV pool and the seeds of
-the requests, and writes ``tokens (B, K)`` and the draft logits. On a server of trees it drafts ``N``
-candidate blocks per request, side by side on the cross-attention's query axis so that the context
-is read once, and plans the trees; ``N`` depends on the batch's size alone. Candidate 0 is the same
-for every ``N``, at the request's temperature; the others are sampled at a temperature of their own,
-since the likeliest blocks of different noise may be one. Everything else is weights. So a graph per batch size needs no metadata from an
-attention backend and no host work but filling the inputs; padding rows are inactive: they write no
-context and attend to none.
+the requests, and writes ``tokens (B, K)`` and the draft logits. On a server of trees it drafts
+``N`` candidate blocks per request, side by side on the cross-attention's query axis so that the
+context is read once, and plans the trees; ``N`` depends on the batch's size alone. Candidate 0 is
+the same for every ``N``, at the request's temperature; the others are sampled at a temperature of
+their own, since the likeliest blocks of different noise may be one. Everything else is weights. So
+a graph per batch size needs no metadata from an attention backend and no host work but filling the
+inputs; padding rows are inactive: they write no context and attend to none.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class Drafter:
         return sum(t.nbytes for t in self._inputs) + scratch_bytes(self._inputs.anchors.device)
 
     def replay(self, size: int) -> None:
-        """Replay the graph of ``size`` requests on the inputs of the last draft (for benchmarks)."""
+        """Replay the graph of ``size`` requests on the inputs of the last draft (for
+        benchmarks)."""
         self._graphs[size][0].replay()
 
     # --- CUDA graphs -----------------------------------------------------------------------

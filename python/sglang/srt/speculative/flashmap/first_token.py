@@ -32,4 +32,7 @@ class FirstTokenSampler(Sampler):
             seeds=sampling_info.sampling_seed,
             anchors=positions.to(torch.int64),
         )
-        return torch.where(greedy_rows(sampling_info), probs.argmax(dim=-1), tokens).to(torch.int32), None
+        return (
+            torch.where(greedy_rows(sampling_info), probs.argmax(dim=-1), tokens).to(torch.int32),
+            None,
+        )

@@ -10,11 +10,11 @@ standard normal ``z`` has that law, and, ``w`` being the norm's weight and ``W, 
 The norm's products and x_embed are one ``(H, d)`` matrix, computed in float64 and rounded once;
 the Cholesky form reads ``(H, H)`` and ``(H, d)`` and rounds four times on the way.
 
-The cut (``error > 0``) leaves out directions ``i`` of little ``‖M_i‖``. It adds their mean ``Σ λ_i`` to
-what ``r`` sums, so that two errors remain, relative to the noise term's root mean square: the
-directions themselves, ``√(Σ_cut ‖M_i‖² / Σ ‖M_i‖²)``, and the spread of their sum in ``r``, at first
-order ``√(2 Σ_cut λ_i²) / (2 Σ λ_i)``. As many directions are cut as keep the sum of both at most
-``error``. The output stays lossless: the proposal is what is drafted from.
+The cut (``error > 0``) leaves out directions ``i`` of little ``‖M_i‖``. It adds their mean
+``Σ λ_i`` to what ``r`` sums, so that two errors remain, relative to the noise term's root mean
+square: the directions themselves, ``√(Σ_cut ‖M_i‖² / Σ ‖M_i‖²)``, and the spread of their sum in
+``r``, at first order ``√(2 Σ_cut λ_i²) / (2 Σ λ_i)``. As many directions are cut as keep the sum of
+both at most ``error``. The output stays lossless: the proposal is what is drafted from.
 """
 
 from __future__ import annotations

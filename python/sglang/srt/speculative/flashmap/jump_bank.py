@@ -1,26 +1,28 @@
 """``JumpBank``: drafts of several jumps without vocabulary-wide states.
 
-Jump ``n ≥ 1`` starts from ``x_n = α_n z + Σ_m β_nm δ_m``: ``z ~ N(0, T² I_V)`` is the starting noise,
-``δ_m`` are the earlier jumps' predictions, and ``x ← ((1 - t) x + (t - s) δ) / (1 - s)`` gives the
-``α, β``. It is read as ``softmax(e_n x_n) E`` and ``x_n E``, ``e_n = t_n / (1 - t_n)²``. Let ``S`` be the
-tokens where some ``δ_m`` is not 0, ``a_n = e_n α_n`` and ``c_v = e_n Σ_m β_nm δ_mv``. Exactly,
+Jump ``n ≥ 1`` starts from ``x_n = α_n z + Σ_m β_nm δ_m``: ``z ~ N(0, T² I_V)`` is the starting
+noise, ``δ_m`` are the earlier jumps' predictions, and ``x ← ((1 - t) x + (t - s) δ) / (1 - s)``
+gives the ``α, β``. It is read as ``softmax(e_n x_n) E`` and ``x_n E``, ``e_n = t_n / (1 - t_n)²``.
+Let ``S`` be the tokens where some ``δ_m`` is not 0, ``a_n = e_n α_n`` and
+``c_v = e_n Σ_m β_nm δ_mv``. Exactly,
 
     softmax(e_n x_n) E = (W + Σ_{v∈S} r_v E_v) / (Z + Σ_{v∈S} r_v),
     r_v = e^{a_n z_v} (e^{c_v} - 1),   W = Σ_v e^{a_n z_v} E_v,   Z = Σ_v e^{a_n z_v},
     x_n E = α_n z E + Σ_m β_nm δ_m E.
 
-``z E``, ``W / Z`` and ``log Z`` depend on ``z`` alone. The bank holds them for ``M`` draws; a slot takes
-one of them and then reads the embedding rows of ``S`` only. Three approximations:
+``z E``, ``W / Z`` and ``log Z`` depend on ``z`` alone. The bank holds them for ``M`` draws; a slot
+takes one of them and then reads the embedding rows of ``S`` only. Three approximations:
 
 1. ``δ_m`` is cut to its ``k`` most probable tokens (``--speculative-flashmap-jump-topk``).
 2. On ``S``, ``z_v`` is drawn anew, as the slot's own noise at token ``v``: the draws themselves are
-   not kept, and ``W`` and ``Z`` go on counting their own. The slot's noise is a function of its seed,
-   its offset and ``v``, so that a token keeps its value from jump to jump and from batch to batch.
+   not kept, and ``W`` and ``Z`` go on counting their own. The slot's noise is a function of its
+   seed, its offset and ``v``, so that a token keeps its value from jump to jump and from batch to
+   batch.
 3. Two slots may take the same of the ``M`` draws.
 
 Without the cut, and for slots whose own noise is their bank row's, the draft is the exact one; that
-is what the tests check. ``benchmark/flashmap/jump_bank.py`` measures each approximation. All of them
-change the proposal only: the rules of acceptance hold for any.
+is what the tests check. ``benchmark/flashmap/jump_bank.py`` measures each approximation. All of
+them change the proposal only: the rules of acceptance hold for any.
 """
 
 from __future__ import annotations

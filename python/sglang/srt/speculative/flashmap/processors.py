@@ -7,8 +7,9 @@ the path to ``j``, which the request has not said yet, so it is handed a view of
 ``output_ids`` end with them. Greedy text is then what decoding one token a step gives.
 
 The drafts are copied to the host for it, and what the host knows of the request must be complete:
-``--enable-custom-logit-processor`` switches overlap scheduling off (``arg_groups/flashmap_hook.py``).
-Processors come last, after penalties, grammar and bias, as in the normal sampler.
+``--enable-custom-logit-processor`` switches overlap scheduling off
+(``arg_groups/flashmap_hook.py``). Processors come last, after penalties, grammar and bias, as in
+the normal sampler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which requests FLASHMAP serves: what it cannot honour is answered with HTTP 400, never ignored."""
+"""Which requests FLASHMAP serves: what it cannot honour is answered with HTTP 400, never
+ignored."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ at whether somebody drafted it:
 * Walk: the target chooses a token after every node; from the root, go to the child that holds the
   chosen token until there is none, whose place the chosen token takes. Greedy requests choose the
   argmax. Sampled ones choose by the Gumbel-max trick (``match``): the token with the largest
-  ``log p(x) + g(x)``, the noise ``g`` keyed by the request's seed and the position of the new token.
-  The token committed at a position is then that function of seed, position and the target's
-  distribution there: drafts decide how many tokens a step commits, never which, and a seeded text is
-  the same whatever was drafted. Nodes of one depth share their noise, but a path has one of them;
-  and what is drawn past the end of a path is never looked at, so that the next step may draw at
-  those positions again. The first token (``first_token.py``) is drawn by the same numbers.
+  ``log p(x) + g(x)``, the noise ``g`` keyed by the request's seed and the position of the new
+  token. The token committed at a position is then that function of seed, position and the target's
+  distribution there: drafts decide how many tokens a step commits, never which, and a seeded text
+  is the same whatever was drafted. Nodes of one depth share their noise, but a path has one of
+  them; and what is drawn past the end of a path is never looked at, so that the next step may draw
+  at those positions again. The first token (``first_token.py``) is drawn by the same numbers.
 
 On a chain, ``x_1 … x_γ`` are the drafts, ``p_i`` the target's distribution after the
 anchor and ``x_1 … x_{i-1}``, ``q_i`` the draft's distribution of slot ``i`` given its noise (an
@@ -21,9 +21,10 @@ exact proposal: given the noise the slots are independent draws from ``q_i``):
   ``u_i q_i(x_i) < p_i(x_i)``, ``u_i`` uniform; at the first failure sample from
   ``max(p_i - q_i, 0)``, after all ``γ`` from ``p_{γ+1}``.
 * Block verification (Sun et al. 2024, arXiv:2403.10444): with ``r_0 = 1``,
-  ``r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i))`` and ``m_i = Σ_x max(r_i p_{i+1}(x) - q_{i+1}(x), 0)``,
-  keep the longest prefix ``i`` with ``u_i < h_i = m_i / (m_i + 1 - r_i)`` (``h_γ = r_γ``); sample
-  from ``max(r_i p_{i+1} - q_{i+1}, 0)``, after all from ``p_{γ+1}``. Never accepts fewer tokens.
+  ``r_i = min(1, r_{i-1} p_i(x_i) / q_i(x_i))`` and
+  ``m_i = Σ_x max(r_i p_{i+1}(x) - q_{i+1}(x), 0)``, keep the longest prefix ``i`` with
+  ``u_i < h_i = m_i / (m_i + 1 - r_i)`` (``h_γ = r_γ``); sample from
+  ``max(r_i p_{i+1} - q_{i+1}, 0)``, after all from ``p_{γ+1}``. Never accepts fewer tokens.
 
 Rejection needs drafts that are draws from a known ``q``. Nodes of a tree that is cut by votes are
 not, and no ``q`` makes up for it: two rules that look alike, one of them biased.
@@ -71,8 +72,8 @@ class Accepted:
     """Committed tokens ``(B, γ + 1)`` int64: kept drafts, then the target's own; the rest is not
     committed."""
     path: torch.Tensor | None = None
-    """Rows of the verify window that were kept ``(B, γ + 1)`` int32: the anchor's, then the drafts',
-    -1 after the end. None: rows ``0 … num_correct``."""
+    """Rows of the verify window that were kept ``(B, γ + 1)`` int32: the anchor's, then the
+    drafts', -1 after the end. None: rows ``0 … num_correct``."""
 
     @property
     def bonus(self) -> torch.Tensor:
@@ -107,7 +108,8 @@ def accept_greedy(drafts: torch.Tensor, target_tokens: torch.Tensor) -> Accepted
 
 
 def accept_walk(tree: TreePlan, chosen: torch.Tensor, num_drafts: int) -> Accepted:
-    """The walk along ``chosen (B, W)``, the target's token after each node, ``γ`` drafts at most."""
+    """The walk along ``chosen (B, W)``, the target's token after each node, ``γ`` drafts at
+    most."""
     path, num_correct = walk_tree(
         tree.tokens, tree.first_child, tree.next_sibling, chosen, num_drafts + 1
     )

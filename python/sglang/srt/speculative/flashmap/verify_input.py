@@ -1,8 +1,8 @@
 """The verify forward's input, in the layouts that attention backends read.
 
 A chain is upstream's ``DFlashVerifyInput``: causal, without a mask. A tree adds the mask and
-positions of its nodes. There are two layouts of the mask: ``QLEN_ONLY``, the ``(B, W, W)`` mask as it
-is, which torch_native and kernels of our own read; and ``FULL_MASK``, which has the committed
+positions of its nodes. There are two layouts of the mask: ``QLEN_ONLY``, the ``(B, W, W)`` mask as
+it is, which torch_native and kernels of our own read; and ``FULL_MASK``, which has the committed
 prefix in every row (``kernels/ops/speculative/flashmap/full_mask.py``), which fa3, flashinfer and
 upstream's Triton kernel read. A backend says which one by the ``verify_mask`` it owns; one that
 owns none reads upstream's default of the device.

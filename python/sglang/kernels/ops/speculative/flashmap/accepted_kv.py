@@ -1,9 +1,9 @@
 """Moves the KV of accepted tree nodes to the front of their verify windows, in one launch.
 
 A tree's nodes wrote their keys and values into the ``W`` slots of their window in node order; the
-next step expects the accepted path in its first slots. Depth ``d`` of a path is node ``path[d]``, and
-never comes before it: ``path[d] >= d``, since parents have smaller indices. A node that is in its
-place already is not touched, so a request whose path is a chain's costs no bytes.
+next step expects the accepted path in its first slots. Depth ``d`` of a path is node ``path[d]``,
+and never comes before it: ``path[d] >= d``, since parents have smaller indices. A node that is in
+its place already is not touched, so a request whose path is a chain's costs no bytes.
 
 A slot may be read for one depth and written for another. Within a program all reads come before a
 barrier and all writes after it, and programs share no bytes: each has one tile of the rows of one
