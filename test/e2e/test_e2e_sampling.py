@@ -191,10 +191,11 @@ def test_first_tokens_follow_the_target(server: Server, target: Target) -> None:
             if distance > bound:
                 failures.append((name, columns, distance, bound))
     assert not failures
-    accepted = np.mean([a["meta_info"]["spec_num_correct_drafts"] > 0 for a in answers])
-    print(f"{accepted:.2f} of the first blocks had a draft accepted")
+    correct = np.array([a["meta_info"]["spec_num_correct_drafts"] for a in answers])
+    accepted, rejected = np.mean(correct > 0), np.mean(correct < 2)
+    print(f"{accepted:.2f} of the blocks had a draft accepted, {rejected:.2f} one of two rejected")
     if not untrained:
-        assert 0.3 < accepted < 0.9, "too few accepts or too few rejects to tell"
+        assert accepted > 0.3 and rejected > 0.1, "too few accepts or too few rejects to tell"
 
 
 def test_a_seed_gives_one_answer_alone_and_in_a_batch(server: Server) -> None:
