@@ -24,11 +24,10 @@ from train.card import acceptance_table, write_card
 from train.draft_config import FlashMapConfigError, read_config
 from train.features import load_tokenizer
 from train.overlap import seen_shares
-from train.prompts import Prompt, read_prompts
+from train.prompts import HELD_OUT, Prompt, first_of_each_domain, read_prompts
 from train.sampling import engine_available
 from train.token_file import TokenFiles
 
-PROMPTS = Path(__file__).parent / "train" / "heldout.jsonl"
 _SEEN = 0.5
 
 
@@ -139,15 +138,7 @@ def draw(path: Path, evaluations: dict[str, dict[str, Any]]) -> bool:
 def chosen_prompts(options: argparse.Namespace, tokenizer: Any) -> list[Prompt]:
     """The held-out prompts, `--limit` of each domain."""
     prompts = held_out(options, tokenizer)
-    if not options.limit:
-        return prompts
-    kinds: dict[str, int] = defaultdict(int)
-    chosen = []
-    for prompt in prompts:
-        kinds[prompt.domain] += 1
-        if kinds[prompt.domain] <= options.limit:
-            chosen.append(prompt)
-    return chosen
+    return first_of_each_domain(prompts, options.limit) if options.limit else prompts
 
 
 def measure(draft: Path, prompts: list[Prompt], options: argparse.Namespace) -> dict[str, Any]:
@@ -231,7 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--draft", type=Path, required=True, action="append", help=words)
     parser.add_argument("--data", type=Path, nargs="+", help="the data it was trained on")
     words = "JSONL lines with prompt and domain"
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help=words)
+    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help=words)
     parser.add_argument("--limit", type=int, default=0, help="prompts a domain (0: all)")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-new-tokens", type=int, default=128)

@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from turn import alone  # noqa: E402
 
-PROMPTS = ROOT / "scripts" / "train" / "heldout.jsonl"
 PLAIN = "plain"
 
 
@@ -34,15 +32,10 @@ def prompts(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
     """`(domain, token ids)` of the first `--limit` prompts of each domain."""
     sys.path.insert(0, str(ROOT / "scripts"))
     from train.features import load_tokenizer
-    from train.prompts import read_prompts
+    from train.prompts import HELD_OUT, first_of_each_domain, read_prompts
 
-    found: dict[str, int] = defaultdict(int)
-    chosen = []
-    for prompt in read_prompts([PROMPTS], load_tokenizer(options.target)):
-        found[prompt.domain] += 1
-        if found[prompt.domain] <= options.limit:
-            chosen.append((prompt.domain, prompt.ids))
-    return chosen
+    known = read_prompts([HELD_OUT], load_tokenizer(options.target))
+    return [(prompt.domain, prompt.ids) for prompt in first_of_each_domain(known, options.limit)]
 
 
 def engine(options: argparse.Namespace, more: dict[str, Any]) -> Any:

@@ -18,14 +18,12 @@ import argparse
 import json
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "scripts")]
 from engine_process import Answer, EngineProcess  # noqa: E402
 
-PROMPTS = ROOT / "scripts" / "train" / "heldout.jsonl"
 DRAFT = ROOT / "drafts" / "smollm2-135m-instruct"
 
 
@@ -58,15 +56,10 @@ def start(width: int | None, options: argparse.Namespace) -> EngineProcess:
 def prompts(options: argparse.Namespace) -> list[tuple[str, list[int]]]:
     """``(domain, token ids)`` of the first ``--limit`` prompts of each domain."""
     from train.features import load_tokenizer
-    from train.prompts import read_prompts
+    from train.prompts import HELD_OUT, first_of_each_domain, read_prompts
 
-    found: dict[str, int] = defaultdict(int)
-    chosen = []
-    for prompt in read_prompts([PROMPTS], load_tokenizer(options.target)):
-        found[prompt.domain] += 1
-        if found[prompt.domain] <= options.limit:
-            chosen.append((prompt.domain, prompt.ids))
-    return chosen
+    known = read_prompts([HELD_OUT], load_tokenizer(options.target))
+    return [(prompt.domain, prompt.ids) for prompt in first_of_each_domain(known, options.limit)]
 
 
 def row(name: str, plain: list[Answer], ours: list[Answer]) -> str:

@@ -12,11 +12,15 @@ an opening from `OPENINGS` steers it to a domain, and is part of the turn.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fork.errors import ForkError
+
+HELD_OUT = Path(__file__).with_name("heldout.jsonl")
+"""Prompts to measure drafts on; no training data."""
 
 OPENINGS: dict[str, tuple[str, ...]] = {
     "chat": (
@@ -118,6 +122,17 @@ def read_prompts(paths: list[Path], tokenizer: Any, *, raw: bool = False) -> lis
         if len(prompts) == before:
             raise ForkError(f"--prompts {path} has no prompts: give a file with one a line.")
     return prompts
+
+
+def first_of_each_domain(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """The first `count` prompts of every domain, in their order."""
+    found: Counter[str] = Counter()
+    chosen = []
+    for prompt in prompts:
+        found[prompt.domain] += 1
+        if found[prompt.domain] <= count:
+            chosen.append(prompt)
+    return chosen
 
 
 def _json_line(line: str, where: str) -> dict[str, Any]:

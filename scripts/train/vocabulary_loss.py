@@ -118,7 +118,5 @@ def cross_entropy(
     hidden: torch.Tensor, weights: torch.Tensor, lm_head: nn.Module, target: Tokens | Heads
 ) -> torch.Tensor:
     """The loss above, a scalar, of `hidden (n, H)` with `weights (n,)`."""
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        weights = weights.float()
     with torch.autocast(hidden.device.type, enabled=False):
         return _CrossEntropy.apply(hidden.float(), weights, lm_head, target)

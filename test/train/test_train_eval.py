@@ -116,7 +116,7 @@ def test_ngrams_tell_windows_apart() -> None:
 
 
 def test_held_out_prompts_cover_five_domains() -> None:
-    lines = [json.loads(line) for line in eval_draft.PROMPTS.read_text().splitlines()]
+    lines = [json.loads(line) for line in eval_draft.HELD_OUT.read_text().splitlines()]
     assert Counter(line["domain"] for line in lines) == dict.fromkeys(
         ("chat", "code", "math", "copying", "multilingual"), 20
     )

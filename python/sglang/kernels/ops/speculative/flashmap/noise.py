@@ -26,11 +26,14 @@ from sglang.srt.utils.custom_op import register_custom_op
 _BLOCK_QUADS = 256
 
 
+def _quads(width: int, device: torch.device) -> torch.Tensor:
+    return torch.arange((width + 3) // 4, device=device, dtype=torch.int64)
+
+
 def _units_torch(
-    seeds: torch.Tensor, offsets: torch.Tensor, width: int, stream: int
+    seeds: torch.Tensor, offsets: torch.Tensor, quads: torch.Tensor, stream: int
 ) -> torch.Tensor:
-    """Float32 ``(R, quads, 4)`` in (0, 1)."""
-    quads = torch.arange((width + 3) // 4, device=seeds.device, dtype=torch.int64)
+    """Float32 ``(R, n, 4)`` in (0, 1) of ``quads (n,)`` or ``(R, n)``."""
     words = philox_torch(seeds[:, None], offsets[:, None], quads, stream)
     return ((words >> 9).float() + 0.5) * (1.0 / (1 << 23))
 
@@ -39,14 +42,16 @@ def uniform_noise_torch(
     seeds: torch.Tensor, offsets: torch.Tensor, width: int, stream: int
 ) -> torch.Tensor:
     """Reference of :func:`uniform_noise`."""
-    return _units_torch(seeds, offsets, width, stream).flatten(1)[:, :width].contiguous()
+    units = _units_torch(seeds, offsets, _quads(width, seeds.device), stream)
+    return units.flatten(1)[:, :width].contiguous()
 
 
 def gaussian_noise_torch(
     seeds: torch.Tensor, offsets: torch.Tensor, width: int, stream: int
 ) -> torch.Tensor:
     """Reference of :func:`gaussian_noise`."""
-    u0, u1, u2, u3 = _units_torch(seeds, offsets, width, stream).unbind(-1)
+    quads = _quads(width, seeds.device)
+    u0, u1, u2, u3 = _units_torch(seeds, offsets, quads, stream).unbind(-1)
     r0, r1 = (-2.0 * u0.log()).sqrt(), (-2.0 * u2.log()).sqrt()
     a0, a1 = u1 * (2.0 * math.pi), u3 * (2.0 * math.pi)
     normals = (r0 * a0.cos(), r0 * a0.sin(), r1 * a1.cos(), r1 * a1.sin())
@@ -165,8 +170,7 @@ def gaussian_at_torch(
     seeds: torch.Tensor, offsets: torch.Tensor, columns: torch.Tensor, stream: int
 ) -> torch.Tensor:
     """Reference of :func:`gaussian_at`."""
-    words = philox_torch(seeds[:, None], offsets[:, None], columns >> 2, stream)
-    units = ((words >> 9).float() + 0.5) * (1.0 / (1 << 23))
+    units = _units_torch(seeds, offsets, columns >> 2, stream)
     pair = (columns & 2)[..., None]
     radius, angle = units.gather(-1, torch.cat([pair, pair + 1], dim=-1)).unbind(-1)
     angle = angle * (2.0 * math.pi)
