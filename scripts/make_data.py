@@ -9,6 +9,7 @@ time by itself.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -122,7 +123,9 @@ def make_data(options: argparse.Namespace) -> None:
         from transformers import AutoConfig
 
         target_config = AutoConfig.from_pretrained(options.target)
-        sampler: Any = EngineSampler(options.target, random_seed=options.seed)
+        sampler: Any = EngineSampler(
+            options.target, random_seed=options.seed, **json.loads(options.engine_arguments)
+        )
     else:
         model = load_target(options.target, options.device, options.dtype)
         target_config, sampler = model.config, TransformersSampler(model)
@@ -167,6 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--sampler", choices=("auto", "engine", "transformers"), default="auto", help=words
     )
+    words = "JSON object of further sglang.Engine arguments"
+    parser.add_argument("--engine-arguments", default="{}", help=words)
     parser.add_argument("--device", help="of the transformers sampler (cuda where there is one)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--seconds", type=float, default=0, help="stop after about this long")

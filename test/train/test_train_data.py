@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 from pathlib import Path
 
 import make_data
+import make_prompts
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fork.errors import ForkError
 from tiny_model import write_tiny_model
 from train import features
 from train.anchors import BatchSource
+from train.asks import Asks, different_asks
 from train.features import RememberingReader, TargetReader, load_target, load_tokenizer
 from train.prompts import OPENINGS, ChatTemplate, read_prompts
 from train.sampling import Request, TransformersSampler
@@ -222,3 +225,56 @@ def test_target_writes_whole_user_turns(target: Path, capsys) -> None:
     assert all(prompt.ids[-len(end) :] == end for prompt in prompts)
     assert all(prompt.ids[: len(template.before)] == template.before for prompt in prompts)
     assert {prompt.domain for prompt in prompts} == set(OPENINGS)
+
+
+def test_asks_fill_every_field(tmp_path: Path) -> None:
+    words = {
+        "domains": {"a": ["{word^} of {3-3} {word+2-2}"], "b": ["only this"]},
+        "fillers": {"word": ["cup{1-1}", "tea"]},
+    }
+    path = tmp_path / "asks.json"
+    path.write_text(json.dumps(words))
+    drawn = list(different_asks(Asks(path, seed=1), 100, banned={"Only THIS "}))
+    assert {domain for _, domain in drawn} == {"a"}
+    assert {text for text, _ in drawn} == {
+        f"{first} of 3 {rest}" for first in ("Cup1", "Tea") for rest in ("cup1, tea", "tea, cup1")
+    }
+
+
+def test_shipped_asks() -> None:
+    drawn = list(different_asks(Asks(), 4000, banned=set()))
+    assert len({text.lower() for text, _ in drawn}) == 4000
+    assert {domain for _, domain in drawn} == set(OPENINGS)
+    # Fields that no filler was found for would stay; code and formulas have braces of their own.
+    assert not [text for text, domain in drawn if domain in ("chat", "math") and "{" in text]
+
+
+def test_make_prompts_leaves_out_what_drafts_are_measured_on(tmp_path: Path) -> None:
+    asks, held, parts = tmp_path / "asks.json", tmp_path / "held.jsonl", []
+    asks.write_text(json.dumps({"domains": {"math": ["{1-9}+1"]}, "fillers": {}}))
+    held.write_text(json.dumps({"prompt": "4+1"}))
+    for index in (1, 2):
+        parts.append(tmp_path / f"{index}.jsonl")
+        command = ["--count", "8", "--part", f"{index}/2", "--asks", str(asks)]
+        command += ["--held-out", str(held), "--output", str(parts[-1])]
+        assert make_prompts.main(command) == 0
+    lines = [[json.loads(line)["prompt"] for line in path.open()] for path in parts]
+    assert [len(some) for some in lines] == [4, 4]
+    assert sorted(lines[0] + lines[1]) == [f"{n}+1" for n in range(1, 10) if n != 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("{", "cannot be read"),
+        ({"domains": {"a": "text"}, "fillers": {}}, "no list of texts"),
+        ({"domains": {"a": ["{b}"]}, "fillers": {}}, "too few fillers of {b}"),
+        ({"domains": {"a": ["{b+2-3}"]}, "fillers": {"b": ["x", "y"]}}, "too few fillers of {b}"),
+    ],
+)
+def test_bad_asks_are_told(words, fault: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "asks.json"
+    path.write_text(words if isinstance(words, str) else json.dumps(words))
+    assert make_prompts.main(["--asks", str(path), "--output", str(tmp_path / "p")]) == 1
+    said = capsys.readouterr().err
+    assert fault in said and said.startswith("error: ") and said.count("\n") == 1
