@@ -2,8 +2,8 @@
 
 Lines of `{"prompt": …, "domain": …}` for `make_data.py --prompts`, from the templates in
 scripts/train/asks.json, or `--asks FILE` of the same form (scripts/train/asks.py). Nothing is drawn
-twice, and no prompt that drafts are measured on (`--held-out`) is drawn at all; `--part I/N` takes the I-th
-of N parts, so that several samplers can share one list.
+twice, and no prompt that drafts are measured on (`--held-out`) is drawn at all; `--part I/N` takes
+the I-th of N parts, so that several samplers can share one list.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Prompts as people write them: `asks.json`, templates with fields, filled at random.
 
-A chat model that writes its own user turns (`prompts.py`) wanders off; a draft trained on the answers
-to those is accepted less on what is really asked. Here a prompt is a template of its domain in which
-every `{name}` is replaced by one of the fillers of that name, which may hold fields again,
-`{name^}` by the same with a capital, `{2-99}` by a whole number from 2 to 99, and `{name+3-6}` by 3 to 6
-different fillers with commas. Fields of one name are drawn independently.
+A chat model that writes its own user turns (`prompts.py`) wanders off; a draft trained on the
+answers to those is accepted less on what is really asked. Here a prompt is a template of its domain
+in which every `{name}` is replaced by one of the fillers of that name, which may hold fields again,
+`{name^}` by the same with a capital, `{2-99}` by a whole number from 2 to 99, and `{name+3-6}` by 3
+to 6 different fillers with commas. Fields of one name are drawn independently.
 """
 
 from __future__ import annotations
