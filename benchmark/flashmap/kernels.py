@@ -50,6 +50,11 @@ from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
 from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices, slot_choices_torch
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree, plan_tree_torch
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree, grow_tree_torch
+from sglang.kernels.ops.speculative.flashmap.tree_suffix import (
+    SuffixTables,
+    write_tree_suffix,
+    write_tree_suffix_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree, walk_tree_torch
 
 # The draft of Qwen3-8B.
@@ -227,6 +232,23 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
             lambda args=args_mask: write_full_mask(*args),
             lambda args=args_mask: write_full_mask_torch(*args),
             reference_is_capturable=False,
+        )
+
+        nodes = batch * width
+        shapes = (batch,), (batch + 1,), (nodes, width), (nodes,), (nodes + 1,)
+        out = SuffixTables(*(torch.zeros(n, dtype=torch.int32, device="cuda") for n in shapes))
+        args_suffix = (
+            plan.mask,
+            (lens[:, None] + plan.depths).view(-1),
+            lens,
+            torch.arange(batch, device="cuda"),
+            torch.randperm(nodes + pool_slots, device="cuda").int().view(batch, -1),
+        )
+        yield Row(
+            f"write_tree_suffix W={width}",
+            size(plan.mask, out.slots, *out.tensors()),
+            lambda args=args_suffix, out=out: write_tree_suffix(*args, out),
+            lambda args=args_suffix, out=out: write_tree_suffix_torch(*args, out.tensors()),
         )
 
     # The target's KV: four accepted drafts, each one slot from its place.

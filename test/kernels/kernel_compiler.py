@@ -30,6 +30,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     slot_choices,
     tree,
     tree_growth,
+    tree_suffix,
     tree_walk,
 )
 from sglang.kernels.ops.speculative.flashmap import launch as launching
@@ -106,6 +107,15 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         for scores in (None, blocks.float()):
             tree.plan_tree_triton(longs, blocks, longs > 0, plan.tensors(), scores)
         full_mask.write_full_mask_triton(plan.mask, longs, torch.zeros(9, dtype=torch.bool))
+        shapes = ((ROWS,), (ROWS + 1,), (ROWS * width, width), (ROWS * width,), (ROWS * width + 1,))
+        tree_suffix.write_tree_suffix_triton(
+            plan.mask,
+            plan.tokens.view(-1),
+            longs,
+            longs,
+            torch.zeros(9, 64, dtype=torch.int32),
+            [torch.zeros(shape, dtype=torch.int32) for shape in shapes],
+        )
     for draws, count, width in ((1, 8, 17), (8, 4, 129)):
         logits = torch.zeros(1, draws, ROWS, 5000, dtype=dtype)
         tokens, probs = slot_choices.slot_choices_triton(logits, ids, torch.zeros(1), count)

@@ -17,6 +17,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     slot_choices,
     tree,
     tree_growth,
+    tree_suffix,
     tree_walk,
 )
 from sglang.kernels.registry import registry
@@ -26,7 +27,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 21
+    assert len(OPS) == 22
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -105,6 +106,16 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                 )
                 mask = new(rows, 9, 9, dtype=torch.bool)
                 assert full_mask.write_full_mask(mask, longs, new(99, dtype=torch.bool)) is None
+                ints = new(9, dtype=torch.int32)
+                suffix = tree_suffix.write_tree_suffix(
+                    mask,
+                    new(rows * 9, dtype=torch.int64),
+                    longs,
+                    longs,
+                    new(9, 99, dtype=torch.int32),
+                    tree_suffix.SuffixTables(*(ints,) * 5),
+                )
+                assert suffix is None
                 kv = new(rows, layers, 2, kv_heads, head_dim)
                 weights = new(layers, head_dim)
                 assert (

@@ -3,9 +3,10 @@
 A chain is upstream's ``DFlashVerifyInput``: causal, without a mask. A tree adds the mask and
 positions of its nodes. There are two layouts of the mask: ``QLEN_ONLY``, the ``(B, W, W)`` mask as
 it is, which torch_native and kernels of our own read; and ``FULL_MASK``, which has the committed
-prefix in every row (``kernels/ops/speculative/flashmap/full_mask.py``), which fa3, flashinfer and
-upstream's Triton kernel read. A backend says which one by the ``verify_mask`` it owns; one that
-owns none reads upstream's default of the device.
+prefix in every row (``kernels/ops/speculative/flashmap/full_mask.py``), which flashinfer and
+upstream's Triton kernel read. fa3 reads tables that are made from the former
+(``layers/attention/tree_fa3_backend.py``). A backend says which one by the ``verify_mask`` it owns;
+one that owns none reads upstream's default of the device.
 """
 
 from __future__ import annotations
@@ -54,12 +55,22 @@ def backend_mask(
     mode = default_tree_mask_mode() if owned is None else owned.mode
     if mode == TreeMaskMode.QLEN_ONLY:
         return tree.mask.view(-1)
-    cells = width * (int(lens_bound.sum()) + batch * width)
-    if owned is not None and owned.fits(batch):
-        # In place: a graph reads the backend's own buffer.
-        mask = owned.buffer[:cells]
-    else:
-        # Cells past the layout are read by no one, but flashinfer packs them.
-        mask = torch.ones(cells, dtype=torch.bool, device=tree.mask.device)
+    if owned is None or not owned.fits(batch):
+        return widened_mask(tree.mask, prefix_lens, tokens_bound=int(lens_bound.sum()))
+    # In place: a graph reads the backend's own buffer.
+    mask = owned.buffer[: width * (int(lens_bound.sum()) + batch * width)]
     write_full_mask(tree.mask, prefix_lens, mask)
     return mask
+
+
+def widened_mask(
+    mask: torch.Tensor, prefix_lens: torch.Tensor, *, tokens_bound: int
+) -> torch.Tensor:
+    """``mask (B, W, W)`` in the layout FULL_MASK, flat; ``tokens_bound`` bounds the sum of
+    ``prefix_lens (B,)``."""
+    batch, width, _ = mask.shape
+    # Cells past the layout are read by no one, but flashinfer packs them.
+    cells = width * (tokens_bound + batch * width)
+    wide = torch.ones(cells, dtype=torch.bool, device=mask.device)
+    write_full_mask(mask, prefix_lens, wide)
+    return wide

@@ -34,6 +34,7 @@ _OPS = (
     ("tree_growth", "grow_tree"),
     ("tree_walk", "walk_tree"),
     ("full_mask", "write_full_mask"),
+    ("tree_suffix", "write_tree_suffix"),
     ("accepted_kv", "move_accepted"),
 )
 for _module, _name in _OPS:
