@@ -452,9 +452,15 @@ def _verify_kernel(
         values_ptr = value_ptr + kv_head * value_head_stride
         whole_tiles = prefix // BLOCK_N
         prefix_scale = scale_log2 * k_scale
-        for tile in tl.range(first, tl.minimum(last, whole_tiles)):
+        last_whole = tl.minimum(last, whole_tiles)
+        next_slot = tl.load(slots_ptr + first * BLOCK_N + n, mask=first < last_whole, other=0)
+        for tile in tl.range(first, last_whole):
             position = tile * BLOCK_N + n
-            slot = tl.load(slots_ptr + position).to(tl.int32).to(tl.int64)
+            # Read one tile ahead: an address that waits for its slot would stall every tile.
+            slot = next_slot.to(tl.int32).to(tl.int64)
+            next_slot = tl.load(
+                slots_ptr + position + BLOCK_N, mask=tile + 1 < last_whole, other=0
+            )
             k = tl.load(
                 keys_ptr + slot[:, None] * key_stride + d[None, :],
                 mask=(d < D)[None, :],
