@@ -147,7 +147,39 @@ def test_all_rules_in_one_batch(trees: Server, cases: dict[str, Case]) -> None:
     assert [a["output_ids"] for a in batch[:2]] == [a["output_ids"] for a in alone]
     for case, answer in zip(chosen, batch[2:4]):
         assert answer["output_ids"] == case.completion[:24]
+    rules = [answer["meta_info"]["spec_tree"]["rule"] for answer in batch]
+    assert rules == ["match", "rejection", "greedy", "greedy", "rejection", "rejection"]
+    for answer in batch:
+        check_statistics(answer["meta_info"]["spec_tree"])
     assert_pool_is_free(trees)
+
+
+def check_statistics(found: dict[str, Any]) -> None:
+    """A chain's counts are its own; those of a tree are averages within their bounds."""
+    drafts, distinct = TREE.width - 1, found["distinct_candidates"]
+    if found["rule"] == "rejection":
+        assert found["verified"] == "chain"
+        assert found["tree_nodes"] == BLOCK_SIZE + 1 and found["trie_nodes"] == BLOCK_SIZE
+        return
+    assert found["verified"] == "tree" and 1 < distinct <= TREE.candidates
+    assert found["tree_nodes"] == drafts + 1 < found["trie_nodes"] <= distinct * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_statistics_in_openai_answers(trees: Server, stream: bool) -> None:
+    payload = dict(
+        model="default",
+        messages=[dict(role="user", content=CHATS[0])],
+        temperature=0,
+        max_tokens=12,
+        stream=stream,
+        return_spec_tokens_details=True,
+    )
+    path = "/v1/chat/completions"
+    answers = trees.stream(path, payload) if stream else [trees.request(path, payload)]
+    (details,) = (a["sglext"]["spec_tokens_details"] for a in answers if a.get("sglext"))
+    assert details["spec_tree"]["rule"] == "greedy" and details["spec_verify_ct"] > 0
+    check_statistics(details["spec_tree"])
 
 
 def test_the_decode_log_counts_trees(trees: Server) -> None:

@@ -26,6 +26,16 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+RULES = ("greedy", "match", "rejection")
+
+
+def request_rule(params: "SamplingParams", serve: FlashMapServeConfig) -> str:
+    """Which of ``RULES`` a request of ``params`` is verified by."""
+    if params.top_k <= 1:  # what upstream makes of temperature 0
+        return "greedy"
+    return "rejection" if serve.rejects(params.temperature) else "match"
 
 
 @dataclass(frozen=True)
@@ -45,18 +55,13 @@ class StepRules:
         info = batch.sampling_info
         if info is None or info.is_all_greedy:
             return cls(greedy=len(batch.reqs), match=0, rejection=0, rejected=None)
-        greedy, rejected = [], []
-        for req in batch.reqs:
-            params = req.sampling_params
-            greedy.append(params.top_k <= 1)  # what upstream makes of temperature 0
-            rejected.append(not greedy[-1] and serve.rejects(params.temperature))
-        mixed = 0 < sum(rejected) < len(rejected)
-        return cls(
-            greedy=sum(greedy),
-            match=len(greedy) - sum(greedy) - sum(rejected),
-            rejection=sum(rejected),
-            rejected=to_device(rejected, torch.bool, batch.seq_lens.device) if mixed else None,
-        )
+        rules = [request_rule(req.sampling_params, serve) for req in batch.reqs]
+        counts = {rule: rules.count(rule) for rule in RULES}
+        rejected = None
+        if 0 < counts["rejection"] < len(rules):
+            flags = [rule == "rejection" for rule in rules]
+            rejected = to_device(flags, torch.bool, batch.seq_lens.device)
+        return cls(**counts, rejected=rejected)
 
     def chain(self, size: int, device: torch.device) -> torch.Tensor:
         """Requests whose verify tree is candidate 0 alone, ``(B,)`` bool."""

@@ -3,32 +3,60 @@
 Counts ride on the step: three integers a request are copied to pinned memory behind the target's
 forward, and read when the scheduler handles that step's result, for which it has waited itself.
 
-The decode log line gets averages since the last one; ``/metrics`` gets counters (``sglang:`` before
-their names), whose rates divide: ``flashmap_tree_nodes`` and ``flashmap_trie_nodes`` (distinct
-prefixes before the cut to ``W - 1``), ``flashmap_distinct_candidates``, and
-``flashmap_verified_requests`` by ``rule``. Accepted depths are the accept lengths that upstream
-reports, per request in ``spec_correct_drafts_histogram``.
+Each request gets the averages over its own steps, ``spec_tree`` of its ``meta_info``
+(``output.py``). The decode log line gets averages since the last one; ``/metrics`` gets counters
+(``sglang:`` before their names), whose rates divide: ``flashmap_tree_nodes`` and
+``flashmap_trie_nodes`` (distinct prefixes before the cut to ``W - 1``),
+``flashmap_distinct_candidates``, and ``flashmap_verified_requests`` by ``rule``. Accepted depths
+are the accept lengths that upstream reports, per request in ``spec_correct_drafts_histogram``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
-from sglang.srt.speculative.flashmap.plan import StepRules
+from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.plan import RULES, StepRules, request_rule
 from sglang.srt.utils.common import is_pin_memory_available
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
 _COUNTS = ("tree_nodes", "trie_nodes", "distinct_candidates")
-_RULES = ("greedy", "match", "rejection")
+
+
+@dataclass
+class RequestTrees:
+    """The trees of one request: sums over its verify steps."""
+
+    rule: str
+    steps: int = 0
+    tree_nodes: int = 0
+    trie_nodes: int = 0
+    distinct_candidates: int = 0
+
+    def add(self, *counts: int) -> None:
+        self.steps += 1
+        for name, count in zip(_COUNTS, counts, strict=True):
+            setattr(self, name, getattr(self, name) + count)
+
+    def averages(self) -> dict[str, Any]:
+        """The rule, what it is applied to, and counts per step."""
+        shape = "chain" if self.rule == "rejection" else "tree"
+        means = {name: getattr(self, name) / self.steps for name in _COUNTS}
+        return dict(rule=self.rule, verified=shape, **means)
 
 
 class TreeStatistics:
     """Counts of verified trees. ``model_name``: label of the metrics; None: no metrics."""
 
-    def __init__(self, model_name: str | None) -> None:
-        self._pending: deque[tuple[torch.Tensor, StepRules]] = deque()
+    def __init__(self, serve: FlashMapServeConfig, model_name: str | None) -> None:
+        self._pending: deque[tuple[torch.Tensor, StepRules, list["Req"]]] = deque()
+        self._serve = serve
         self._model_name = model_name
         self._counters: dict[str, Any] | None = None
         self._reset()
@@ -36,24 +64,32 @@ class TreeStatistics:
     def _reset(self) -> None:
         self._requests = 0
         self._totals = dict.fromkeys(_COUNTS, 0)
-        self._by_rule = dict.fromkeys(_RULES, 0)
+        self._by_rule = dict.fromkeys(RULES, 0)
 
-    def launch(self, tree: TreePlan, rules: StepRules) -> None:
-        """Start the copy of a step's counts; every call is followed by one of ``collect``."""
+    def launch(self, tree: TreePlan, rules: StepRules, reqs: list["Req"]) -> None:
+        """Start the copy of the counts of a step of ``reqs``; every call is followed by one of
+        ``collect``."""
         counts = torch.stack([tree.num_nodes, tree.trie_nodes, tree.distinct])
         host = torch.empty(
             counts.shape, dtype=counts.dtype, pin_memory=is_pin_memory_available(counts.device)
         )
-        self._pending.append((host.copy_(counts, non_blocking=True), rules))
+        self._pending.append((host.copy_(counts, non_blocking=True), rules, reqs))
 
     def collect(self) -> None:
         """Add the counts of the oldest step; its result is on the host, so its counts are."""
         if not self._pending:
             return
-        counts, rules = self._pending.popleft()
-        totals = dict(zip(_COUNTS, counts.sum(dim=1).tolist(), strict=True))
-        by_rule = {rule: getattr(rules, rule) for rule in _RULES}
-        self._requests += counts.shape[1]
+        counts, rules, reqs = self._pending.popleft()
+        counts = counts.tolist()
+        totals = dict(zip(_COUNTS, map(sum, counts), strict=True))
+        by_rule = {rule: getattr(rules, rule) for rule in RULES}
+        self._requests += len(reqs)
+        for req, *of_tree in zip(reqs, *counts, strict=True):
+            # As upstream counts verify steps: overlap scheduling runs one past the end.
+            if not (req.is_retracted or req.finished()):
+                if req.spec_tree is None:
+                    req.spec_tree = RequestTrees(request_rule(req.sampling_params, self._serve))
+                req.spec_tree.add(*of_tree)
         for kept, new in ((self._totals, totals), (self._by_rule, by_rule)):
             for name, value in new.items():
                 kept[name] += value

@@ -127,7 +127,9 @@ class FlashMapWorker(BaseSpecWorker):
             self.serve.verify_width, self.serve.verify_width, dtype=torch.bool, device=self.device
         ).tril()
         model_name = server_args.served_model_name or server_args.model_path
-        self._statistics = TreeStatistics(model_name if server_args.enable_metrics else None)
+        self._statistics = TreeStatistics(
+            self.serve, model_name if server_args.enable_metrics else None
+        )
         self.model_runner.sampler = FirstTokenSampler()
         self._attach_target()
 
@@ -370,7 +372,7 @@ class FlashMapWorker(BaseSpecWorker):
         self._adjust(batch, logits, block, penalties, grammar_tree, grammar_barrier)
         accepted = self._acceptor.accept(batch, rules, draft, block, logits)
         if block.tree is not None:
-            self._statistics.launch(block.tree, rules)
+            self._statistics.launch(block.tree, rules, list(batch.reqs))
         self._record(penalties, prefix_lens + 1, accepted.tokens)
         commit_lens = (accepted.num_correct + 1).to(torch.int32)
         new_seq_lens = prefix_lens + commit_lens
