@@ -63,9 +63,36 @@ def test_a_start_ends_in_one_sentence(
     fault: Callable[[Path, Path], Start], target: Path, draft: Path, tmp_path: Path
 ) -> None:
     start = fault(tmp_path / "draft", draft)
+    log = log_of_failed_start(target, start)
+    assert start.sentence in log.splitlines()[-1]
+    assert "Load weight begin" not in log and "Traceback" not in log
+
+
+def log_of_failed_start(target: Path, start: Start) -> str:
     server = flashmap_server(target, start.draft, *start.arguments)
     with pytest.raises(ServerFailed):
         server.start()
-    log = server.log()
-    assert start.sentence in log.splitlines()[-1]
-    assert "Load weight begin" not in log and "Traceback" not in log
+    return server.log()
+
+
+def test_a_weight_that_is_not_finite_ends_the_start_in_one_sentence(
+    target: Path, draft: Path, tmp_path: Path
+) -> None:
+    """Which only the scheduler's process sees, since it alone reads weights."""
+    folder = write_draft(tmp_path / "draft", draft, "FlashMapDraftModel")
+    weights = load_file(folder / "model.safetensors")
+    weights["head.weight"][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors")
+    log = log_of_failed_start(target, Start(folder, ""))
+    assert log.splitlines()[-1].startswith("error: The FlashMap draft checkpoint: tensor head.wei")
+    assert "Traceback" not in log
+
+
+def test_a_target_that_hides_its_states_ends_the_start_in_one_sentence(tmp_path: Path) -> None:
+    from make_draft import main as make_draft
+
+    target, folder = write_tiny_model(tmp_path / "target", "gemma2"), tmp_path / "draft"
+    assert not make_draft(["--target", str(target), "--output", str(folder)])
+    log = log_of_failed_start(target, Start(folder, ""))
+    sentence = "error: FLASHMAP cannot read hidden states of a Gemma2ForCausalLM target; serve it"
+    assert log.splitlines()[-1].startswith(sentence) and "Traceback" not in log

@@ -37,6 +37,7 @@ from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.norm import rms_norm
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
+from sglang.srt.arg_groups.refusal import StartRefused
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
 from sglang.srt.configs.flashmap import FlashMapConfig
 from sglang.srt.layers.packed_linear import can_pack, pack
@@ -198,7 +199,7 @@ class FlashMapDraftModel(nn.Module):
     def __init__(self, config: FlashMapConfig, quant_config=None, prefix: str = "") -> None:
         super().__init__()
         if quant_config is not None:
-            raise ValueError(
+            raise StartRefused(
                 "The FLASHMAP draft takes no --speculative-draft-model-quantization; leave it out."
             )
         self.config = config
@@ -268,7 +269,7 @@ class FlashMapDraftModel(nn.Module):
         vocab, hidden = self.config.vocab_size, self.config.target_hidden_size
         for name, weight in (("embedding", embedding), ("LM head", lm_head)):
             if weight.dim() != 2 or weight.shape[0] < vocab or weight.shape[1] != hidden:
-                raise ValueError(
+                raise StartRefused(
                     f"FLASHMAP needs the target's whole {name} of shape ({vocab}, {hidden}) in an "
                     f"unquantized layout, got {tuple(weight.shape)}; serve the target without "
                     "quantizing its embedding or LM head."
@@ -308,7 +309,7 @@ class FlashMapDraftModel(nn.Module):
         ranking = self._vocab_ranking
         if ranking is None:
             if self._weights_loaded:
-                raise ValueError(
+                raise StartRefused(
                     "The FLASHMAP draft checkpoint has no draft_vocab.safetensors; pass "
                     "--speculative-flashmap-draft-vocab-size 0 to draft over the whole vocabulary."
                 )
@@ -356,7 +357,7 @@ class FlashMapDraftModel(nn.Module):
         """The products of a draft; with ``fp8`` in e4m3, except ``fc``, whose input has the
         target's outliers and, in a prefill, would be quantized too."""
         if fp8 and self.dtype == torch.float32:
-            raise ValueError(
+            raise StartRefused(
                 "--speculative-flashmap-draft-quantization fp8 needs a draft of 16 bits, and this "
                 "one is float32; pass --dtype bfloat16 or leave it out."
             )

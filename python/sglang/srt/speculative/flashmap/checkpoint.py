@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
+from sglang.srt.arg_groups.refusal import StartRefused
 from sglang.srt.configs.flashmap import FlashMapConfig
 
 DRAFT_VOCAB_FILE = "draft_vocab.safetensors"
@@ -24,7 +25,7 @@ WEIGHT_DTYPES = ("bfloat16", "float16", "float32", "float64", "bf16", "f16", "f3
 _LONGEST_NAME = 80
 
 
-class FlashMapCheckpointError(ValueError):
+class FlashMapCheckpointError(StartRefused):
     """A draft folder whose tensors do not match its config, said in one sentence."""
 
 

@@ -18,6 +18,7 @@ import logging
 from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
+from sglang.srt.arg_groups.refusal import StartRefused
 from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.packed_linear import pack_model
@@ -136,7 +137,7 @@ class FlashMapWorker(BaseSpecWorker):
     def _attach_target(self) -> None:
         target = self.model_runner.model
         if not hasattr(target, "set_dflash_layers_to_capture"):
-            raise ValueError(
+            raise StartRefused(
                 f"FLASHMAP cannot read hidden states of a {type(target).__name__} target; serve it "
                 "with another --speculative-algorithm."
             )
