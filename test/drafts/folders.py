@@ -38,12 +38,16 @@ def write_oracle(
     corruption: Corruption,
     *,
     architecture: str = "OracleDraftModel",
+    doubt: float | None = None,
     **settings: Any,
 ) -> Path:
     """Write the draft folder of an `OracleDraftModel` or `RecordingDraftModel`."""
     path = folder / "references.json"
     oracle = dict(
-        references=str(path), probabilities=corruption.probabilities, seed=corruption.seed
+        references=str(path),
+        probabilities=corruption.probabilities,
+        seed=corruption.seed,
+        doubt=doubt,
     )
     write_draft(folder, base, architecture, oracle=oracle, **settings)
     path.write_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,9 +19,11 @@ class OracleDraftModel(FlashMapDraftModel):
     """Drafts the continuation of a known prompt, some slots corrupted.
 
     `config.oracle` holds `references` (path of a JSON list of `{"prompt": ids, "completion":
-    ids}`), `probabilities` and `seed` (`drafts.replay.Corruption`). Weights are loaded and the
-    context is written as ever, only the logits are not the network's. Requests without a reference
-    get arbitrary drafts. A token outside a restricted draft vocabulary becomes its first token.
+    ids}`), `probabilities` and `seed` (`drafts.replay.Corruption`). With `doubt`, each slot's
+    second choice is that much below the first in its logits: the right token where that is wrong,
+    so that trees grow branches to it. Weights are loaded and the context is written as ever, only
+    the logits are not the network's. Requests without a reference get arbitrary drafts. A token
+    outside a restricted draft vocabulary becomes its first token.
     """
 
     def __init__(self, config, quant_config=None, prefix: str = "") -> None:
@@ -29,6 +32,7 @@ class OracleDraftModel(FlashMapDraftModel):
         entries = json.loads(Path(oracle["references"]).read_text())
         references = [Reference(tuple(e["prompt"]), tuple(e["completion"])) for e in entries]
         self._corruption = Corruption(tuple(oracle["probabilities"]), oracle["seed"])
+        self._doubt = oracle.get("doubt")
         self._replay = Replay(references, longest_step=config.block_size + 1)
         self._anchors: list[tuple[int, int, int]] = []
 
@@ -56,26 +60,28 @@ class OracleDraftModel(FlashMapDraftModel):
         num_candidates: int = 1,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        wanted = []
+        vocab_size, block_size = self.config.vocab_size, self.config.block_size
+        wanted = []  # first and second choice of each row
         for (_, position, anchor), reference in zip(self._anchors, self._references):
             follows = self._replay.continuation(reference, position, anchor)
-            wanted += [
-                follows.token(
-                    slot,
-                    self.config.vocab_size,
-                    corrupted=self._corruption.hits(position, slot, candidate),
-                    candidate=candidate,
+            for candidate, slot in product(range(num_candidates), range(block_size)):
+                wrong = self._corruption.hits(position, slot, candidate)
+                wanted.append(
+                    [
+                        follows.token(slot, vocab_size, corrupted=corrupted, candidate=candidate)
+                        for corrupted in (wrong, not wrong)
+                    ]
                 )
-                for candidate in range(num_candidates)
-                for slot in range(self.config.block_size)
-            ]
         columns = torch.tensor(wanted, device=noise.device)
         if self.draft_columns is not None:
             columns = self.draft_columns[columns].to(torch.int64)
         if out is None:
             shape = len(wanted), self._folded_head.shape[0]
             out = torch.empty(shape, dtype=self.dtype, device=noise.device)
-        return out.zero_().scatter_(1, columns[:, None], _PEAK)
+        out.zero_()
+        if self._doubt is not None:
+            out.scatter_(1, columns[:, 1:], _PEAK - self._doubt)
+        return out.scatter_(1, columns[:, :1], _PEAK)
 
 
 EntryClass = OracleDraftModel

@@ -35,6 +35,8 @@ LAYERS = {
     "mlp.down_proj": (HIDDEN, SIZES["intermediate_size"]),
 }
 PENALTIES = dict(frequency_penalty=0.6, presence_penalty=0.4, min_new_tokens=50)
+# No token is allowed after itself; longer than any answer.
+GRAMMAR = dict(regex="([a-f][0-9]){40}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def flags(folder: Path) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def cases(folder: Path, flags: tuple[object, ...]) -> dict[str, list[Case]]:
-    """By kind: `adapted`, each prompt with each adapter; `penalized` and `long`, without one."""
+    """By kind: `adapted`, each prompt with each adapter; the others without one."""
     rng = random.Random(0)
     prompts = [rng.choices(range(1, 95), k=rng.randint(3, 12)) for _ in range(4)]
     long = [rng.choices(range(1, 95), k=rng.randint(400, 500)) for _ in range(2)]
@@ -112,6 +114,7 @@ def cases(folder: Path, flags: tuple[object, ...]) -> dict[str, list[Case]]:
         return dict(
             adapted=answers(plain, adapted),
             penalized=answers(plain, [(prompt, None) for prompt in prompts], **PENALTIES),
+            constrained=answers(plain, [(prompt, None) for prompt in prompts], **GRAMMAR),
             long=answers(plain, [(prompt, None) for prompt in long]),
         )
 
@@ -163,7 +166,9 @@ def test_prompts_in_chunks_beside_running_requests(
     """Requests go on while long prompts are prefilled, token by token, and answer as alone."""
     running = [(case, {}) for case in cases["adapted"][:6]]
     running += [(case, PENALTIES) for case in cases["penalized"]]
-    # They are prefilled in this order.
+    running += [(case, GRAMMAR) for case in cases["constrained"]]
+    # They are prefilled in this order, if the grammar need not be compiled first.
+    server.generate(cases["constrained"][0].prompt, **params(**GRAMMAR))
     kinds = running + [(case, {}) for case in cases["long"]]
     asked = [(case.prompt, case.adapter) for case, _ in kinds]
     sampling = [params(**more) for _, more in kinds]

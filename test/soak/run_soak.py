@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         watched,
     )
     from soak_report import Phase, table
-    from soak_servers import Models, answer_all, metrics
+    from soak_servers import TREES, Models, answer_all, metrics
 
     clock = Clock(args.minutes)
     phases: list[Phase] = []
@@ -121,8 +121,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             with watched(server, "restart under load") as phase:
                 restart_under_load(server, phase, requests, part)
             done(phase)
-        for name, overlapped in (("", False), (", overlapped", True)):
-            with models.flashmap(oracle, *TINY, overlapped=overlapped) as server:
+        with models.flashmap(oracle, *MAIN, *TREES) as server:
+            with watched(server, "trees") as phase:
+                load(server, phase, requests, 2 * part, seed=9, until=clock.share(0.3))
+            done(phase)
+            with watched(server, "trees, aborts and lost clients") as phase:
+                load(server, phase, requests, 2 * part, seed=10, faults=0.4, until=clock.share(0.3))
+            done(phase)
+            with watched(server, "trees, context limit") as phase:
+                limits(server, phase, edges)
+            done(phase)
+        for name, overlapped, trees in (
+            ("", False, ()),
+            (", overlapped", True, ()),
+            (", overlapped, trees", True, TREES),
+        ):
+            with models.flashmap(oracle, *TINY, *trees, overlapped=overlapped) as server:
                 with watched(server, f"retraction in a tiny pool{name}") as phase:
                     load(server, phase, short, part, seed=5, faults=0.2, until=clock.share(0.3))
                     if not metrics(server).get("num_retracted_requests_total"):

@@ -11,6 +11,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Callable
 
+# Context of the short version.
+SHORT = 64
 # One token per byte; 0 is the end of text.
 PRINTABLE = range(1, 95)
 _SCHEMA = {

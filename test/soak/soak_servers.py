@@ -20,6 +20,11 @@ from tiny_model import write_tiny_model
 BLOCK_SIZE = 16
 # Whole blocks, parts of blocks and nothing are accepted in turn.
 CORRUPTION = Corruption((0.2, 0.06), seed=3)
+# Of a slot's first choice over its second, in logits; a tree of 16 nodes then has several branches.
+DOUBT = 1.5
+# One draft's tree, grown from the choices of its slots.
+TREES = ("--speculative-flashmap-tree-candidates", 1, "--speculative-flashmap-tree-choices", 8,
+         "--speculative-num-draft-tokens", 17)  # fmt: skip
 TEST_FOLDER = Path(__file__).resolve().parents[1]
 COMMON = ("--dtype", "float32", "--random-seed", 0, "--enable-metrics")
 
@@ -43,7 +48,8 @@ class Models:
             for r in requests
             if r.expected is not None
         ]
-        return write_oracle(self.folder / "oracle", self.untrained, references, CORRUPTION)
+        folder = self.folder / "oracle"
+        return write_oracle(folder, self.untrained, references, CORRUPTION, doubt=DOUBT)
 
     def plain(self, *args: object) -> Server:
         return Server("--model-path", self.target, *COMMON, *args, env=environment())
