@@ -11,7 +11,6 @@ from typing import Sequence
 
 from drafts.folders import PACKAGE, whole_block, write_oracle
 from drafts.replay import Corruption, Reference
-from make_draft import main as make_draft
 from serving import Server, with_habits
 from soak_catalog import Request
 from soak_client import ask
@@ -33,6 +32,8 @@ class Models:
     """The tiny target and its drafts, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        from make_draft import main as make_draft  # imports the tree, which must have been built
+
         self.folder = folder
         self.target = write_tiny_model(folder / "target", seed=2, num_hidden_layers=3)
         self.untrained = folder / "untrained"

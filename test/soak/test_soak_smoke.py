@@ -49,7 +49,7 @@ def test_overlapped_trees(trees: Server, requests: list[Request]) -> None:
 
 
 def test_seeds_on_overlapped_trees(chains: Server, trees: Server) -> None:
-    """What is drawn depends neither on the schedule nor on trees, which serve lower temperatures."""
+    """What is drawn depends neither on the schedule nor on trees, which serve the cooler ones."""
     drawn = seeded(16, context=SHORT, seed=5)
     answer_all(chains, drawn)
     with watched(trees, "seeds") as phase:
