@@ -7,9 +7,10 @@
     python benchmark/flashmap/verify_attention.py --crossover out/verify.json   no GPU needed
 
 Heads of Qwen3-8B (32 queries, 8 keys, 128 wide), bfloat16, slots scattered over the pool one by
-one. A time is that of CUDA graph replays between two events; successive calls read different
-layers' pools, more of them than fit in the L2 cache, as a model's layers do. The floor reads the
-prefix's keys and values once, at the copy bandwidth measured in the same run. A tree costs
+one (``--ordered``: one after the other). A time is that of CUDA graph replays between two events;
+successive calls read different layers' pools, more of them than fit in the L2 cache, as a model's
+layers do. The floor reads the prefix's keys and values once, at the copy bandwidth measured in the
+same run; ``loads`` is a kernel that reads them by slot and does nothing else. A tree costs
 FlashAttention 3 a pass over the prefix and upstream's fused one over the drafts.
 """
 
@@ -31,6 +32,8 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import triton
+import triton.language as tl
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS, BATCHES = (17, 65), (1, 4, 16, 64)
@@ -82,6 +85,7 @@ class Problem:
     v_head_dim: int = HEAD_DIM
     prefixes: list[int] | None = None
     layers: int | None = None
+    ordered: bool = False
     calls: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -95,7 +99,8 @@ class Problem:
         new = dict(dtype=self.dtype, device="cuda")
         self.q = torch.randn(tokens, self.heads, self.head_dim, **new)
         self.out = torch.empty(tokens, self.heads, self.v_head_dim, **new)
-        slots = torch.randperm(total + tokens, device="cuda")
+        order = torch.arange if self.ordered else torch.randperm
+        slots = order(total + tokens, device="cuda")
         self.kv_indices, self.new_slots = slots[:total], slots[total:]
         self.pools = []
         for _ in range(self.layers):
@@ -169,6 +174,36 @@ class Problem:
             **features,
         )
         return out
+
+
+@triton.jit
+def _load_kernel(
+    keys, values, slots, sums, prefix, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    # Programs: (key head, part of the prefix); heads side by side, as their rows are.
+    head, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    n, d = tl.arange(0, BLOCK), tl.arange(0, D)
+    total = tl.zeros((BLOCK, D), tl.float32)
+    for first in tl.range(part * BLOCK, prefix, parts * BLOCK):
+        slot = tl.load(slots + first + n, mask=first + n < prefix, other=0)
+        row = slot[:, None] * STRIDE + head * D + d[None, :]
+        total += tl.load(keys + row).to(tl.float32) + tl.load(values + row).to(tl.float32)
+    tl.store(sums + head * parts + part, tl.sum(total))
+
+
+def loads_call(problem: Problem) -> Callable[[], object]:
+    """Reads what a verify step reads of the pool."""
+    parts = 8 * torch.cuda.get_device_properties("cuda").multi_processor_count // problem.kv_heads
+    sums = torch.empty(problem.kv_heads * parts, device="cuda")
+    total = sum(problem.prefixes)
+
+    def call() -> None:
+        _, _, keys, values = problem.layer()
+        grid = (problem.kv_heads, min(parts, triton.cdiv(total, 32)))
+        slots, stride = problem.kv_indices, keys.stride(0)
+        _load_kernel[grid](keys, values, slots, sums, total, stride, problem.head_dim, 32)
+
+    return call
 
 
 def splitkv_call(problem: Problem) -> Callable[[], object]:
@@ -289,6 +324,7 @@ def flashinfer_call(problem: Problem) -> Callable[[], object]:
 
 
 CALLS = {
+    "loads": loads_call,
     "splitkv": splitkv_call,
     "fa3": fa3_call,
     "flashinfer": flashinfer_call,
@@ -334,6 +370,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
     columns = args.only or COLUMNS
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
+    columns = ("loads", *columns)
     print(f"{'shape':6}{'L':>4}{'batch':>6}{'context':>8}{'floor':>9}", end="")
     print("".join(f"{name:>12}" for name in columns), "   us; share of copy bandwidth", sep="")
     rows = []
@@ -341,7 +378,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
         for batch in args.batches:
             for context in args.contexts:
                 for tree in (False, True):
-                    problem = Problem(batch, context, length, tree)
+                    problem = Problem(batch, context, length, tree, ordered=args.ordered)
                     floor = problem.kv_bytes / bandwidth * 1e6
                     row = dict(
                         capability=list(torch.cuda.get_device_capability()),
@@ -349,6 +386,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
                         batch=batch,
                         context=context,
                         tree=tree,
+                        ordered=args.ordered,
                         floor_us=floor,
                     )
                     calls = max(problem.layers, 8)
@@ -481,25 +519,22 @@ def candidates(length: int) -> Iterator:
     """``Tiles`` to try for ``length`` drafts of 4 query heads a key head."""
     shapes = {
         17: (
-            *((64, 16, 64, 4, s) for s in (2, 3, 4)),
-            *((64, 0, 64, 4, s) for s in (2, 3)),
-            (64, 0, 128, 4, 2),
-            (64, 0, 32, 4, 4),
-            (128, 0, 64, 8, 3),
-            (128, 0, 128, 8, 2),
+            *((64, 64, 4, s) for s in (2, 3, 4)),
+            (64, 128, 4, 2),
+            (64, 32, 4, 4),
+            *((128, 64, 8, s) for s in (2, 3)),
+            (128, 128, 8, 2),
         ),
         65: (
-            *((64, 0, 64, 4, s) for s in (2, 3)),
-            (64, 0, 128, 4, 2),
-            (64, 0, 32, 4, 4),
-            (64, 16, 64, 4, 3),
-            (128, 0, 64, 8, 3),
-            (128, 0, 128, 8, 2),
-            (128, 16, 64, 8, 3),
+            *((64, 64, 4, s) for s in (2, 3, 4)),
+            (64, 128, 4, 2),
+            (64, 32, 4, 4),
+            *((128, 64, 8, s) for s in (2, 3)),
+            (128, 128, 8, 2),
         ),
     }
-    for block_m, tail_m, block_n, num_warps, num_stages in shapes[length]:
-        yield kernel.Tiles(block_m, tail_m, block_n, num_warps, num_stages, 1)
+    for block_m, block_n, num_warps, num_stages in shapes[length]:
+        yield kernel.Tiles(block_m, block_n, num_warps, num_stages, 1)
 
 
 def compile_one(job: tuple) -> str | None:
@@ -530,8 +565,8 @@ def tune(args: argparse.Namespace) -> list[dict]:
                 if job_length != length:
                     continue
                 tiles = kernel.Tiles(*tiles)
-                name = "-".join(str(x) for x in tiles[:5])
-                row = dict(length=length, batch=batch, context=context, tiles=list(tiles[:5]))
+                name = "-".join(str(x) for x in tiles[:4])
+                row = dict(length=length, batch=batch, context=context, tiles=list(tiles[:4]))
                 rows.append(row)
                 if error is not None:
                     row["error"] = error
@@ -563,6 +598,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="drafts a request")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--ordered", action="store_true", help="slots one after the other")
     parser.add_argument("--check", action="store_true", help="compare with float64, no timing")
     parser.add_argument("--tune", action="store_true", help="sweep tile sizes (lengths 17 and 65)")
     parser.add_argument("--crossover", metavar="JSON", help="print the table of a comparison")

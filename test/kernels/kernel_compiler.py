@@ -137,8 +137,8 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
 
 
 def launch_verify_attention(dtype: torch.dtype, pool: torch.Tensor, longs: torch.Tensor) -> None:
-    """Trees of 17 drafts (a tail of rows in half precision) and of 65 (two row blocks); of 17 also
-    with a window, and with all that a model may add."""
+    """Trees of 17 drafts (one row block) and of 65 (five); of 17 also with a window, and with all
+    that a model may add."""
     k = pool.to(dtype)[:ROWS]
     indptr = torch.zeros(2, dtype=torch.int32)
     for group, length in ((4, 17), (4, 65)) if pool.dtype == dtype else ((4, 17),):

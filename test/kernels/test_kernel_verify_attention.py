@@ -19,7 +19,7 @@ OP = "sglang.kernels.ops.attention.verify_splitkv_gqa.verify_attention"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # One request without a prefix, one shorter than a tile, one on and one off a tile's border.
 PREFIXES, LENGTHS = [40, 0, 3, 32], [5, 7, 1, 6]
-PLAIN, TAIL = Tiles(16, 0, 16, 4, 1, 1, 1), Tiles(16, 16, 16, 4, 1, 1, 1)
+SMALL, LARGE = Tiles(16, 16, 4, 1, 1, 1), Tiles(32, 16, 4, 1, 1, 1)
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "cap": dict(logit_cap=2.0),
@@ -129,7 +129,7 @@ def test_matches_float64(dtype: str, tree: bool, feature: str, launch_and_args: 
     expected = exact(args, **FEATURES[feature])
     verify_attention(*args, 0.3, **FEATURES[feature])
     assert_near(args[3], expected)
-    tiles, programs = (TAIL, 5) if tree else (PLAIN, 3)
+    tiles, programs = (LARGE, 5) if tree else (SMALL, 3)
     assert_near(
         run(launch_and_args, args, tiles=tiles, programs=programs, **FEATURES[feature]), expected
     )
@@ -156,7 +156,7 @@ def test_shapes(
     verify_attention(*args, head_dim**-0.5)
     assert_near(args[3], expected)
     assert_near(run(launch_and_args, args, head_dim**-0.5), expected)
-    assert_near(run(launch_and_args, args, head_dim**-0.5, tiles=TAIL, programs=4), expected)
+    assert_near(run(launch_and_args, args, head_dim**-0.5, tiles=LARGE, programs=4), expected)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -167,7 +167,7 @@ def test_cuts_fall_anywhere(seed: int, launch_and_args: Callable) -> None:
     prefixes = [draw.choice((0, 1, 15, 16, 17, draw.randint(0, 300))) for _ in range(batch)]
     lengths = [draw.randint(1, 6) for _ in range(batch)]
     args = make_args(torch.float32, prefixes, lengths, head_dim=16, v_head_dim=16)
-    tiles = draw.choice((PLAIN, TAIL))._replace(min_tiles=draw.randint(1, 3))
+    tiles = draw.choice((SMALL, LARGE))._replace(min_tiles=draw.randint(1, 3))
     actual = run(launch_and_args, args, tiles=tiles, programs=draw.choice((1, 2, 7, 25)))
     assert_near(actual, exact(args))
 
@@ -175,7 +175,7 @@ def test_cuts_fall_anywhere(seed: int, launch_and_args: Callable) -> None:
 def test_one_huge_prefix_among_tiny_ones_is_shared(launch_and_args: Callable) -> None:
     """The huge one is cut into more runs than the merge takes at a time; tiny ones are whole."""
     args = make_args(torch.float32, [2, 1040, 0, 5], [2, 3, 2, 1], 2, 1, 16, 16)
-    assert_near(run(launch_and_args, args, tiles=PLAIN, programs=70), exact(args))
+    assert_near(run(launch_and_args, args, tiles=SMALL, programs=70), exact(args))
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
@@ -185,7 +185,7 @@ def test_float8_pool_with_scales(tree: bool, launch_and_args: Callable) -> None:
     expected = exact(args, **scales)
     verify_attention(*args, 0.3, **scales)
     assert_near(args[3], expected)
-    assert_near(run(launch_and_args, args, tiles=TAIL, programs=5, **scales), expected)
+    assert_near(run(launch_and_args, args, tiles=LARGE, programs=5, **scales), expected)
 
 
 def test_strided_queries_byte_masks_and_int32_slots(launch_and_args: Callable) -> None:
@@ -197,7 +197,7 @@ def test_strided_queries_byte_masks_and_int32_slots(launch_and_args: Callable) -
     expected = exact(args)
     verify_attention(*args, 0.3)
     assert_near(args[3], expected)
-    assert_near(run(launch_and_args, args, tiles=PLAIN, programs=4), expected)
+    assert_near(run(launch_and_args, args, tiles=SMALL, programs=4), expected)
 
 
 def test_siblings_share_a_position_of_the_window(launch_and_args: Callable) -> None:
@@ -208,7 +208,7 @@ def test_siblings_share_a_position_of_the_window(launch_and_args: Callable) -> N
     star[:, 0] = True
     args[9] = star.flatten()
     expected = exact(args, window=1)
-    assert_near(run(launch_and_args, args, tiles=PLAIN, programs=2, window=1), expected)
+    assert_near(run(launch_and_args, args, tiles=SMALL, programs=2, window=1), expected)
     args[5][:] = 0
     seen = exact(args, window=1)
     assert seen[0].abs().sum() < expected[0].abs().sum() and torch.equal(seen[1:], expected[1:])
@@ -222,9 +222,9 @@ def test_no_draft_tokens(launch_and_args: Callable) -> None:
 
 def test_scratch_is_bounded_by_the_device_and_not_by_the_batch() -> None:
     tiles = choose_tiles(17 * 4, 128, 128, torch.bfloat16)
-    assert tiles.rows == 80  # 68 rows: 64 and a tail of 16
-    assert choose_tiles(65 * 4, 128, 128, torch.bfloat16).rows == 144  # 260 rows, twice
-    assert scratch_bytes(68, 128, tiles, torch.device("cpu"), 264) == 2 * 264 * 80 * 129 * 4
+    assert tiles.block_m == 128
+    assert choose_tiles(65 * 4, 128, 128, torch.bfloat16).block_m == 64  # 260 rows, five times
+    assert scratch_bytes(68, 128, tiles, torch.device("cpu"), 132) == 2 * 132 * 128 * 129 * 4
 
 
 @pytest.mark.cuda

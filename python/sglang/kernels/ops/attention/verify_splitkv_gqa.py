@@ -18,11 +18,10 @@ program cuts at most two units, at its two ends, so two slots of scratch a progr
 sm_90 and later the merge is launched with the first kernel (programmatic dependent launch), finds
 its cut, and waits for that kernel's end only then.
 
-Row blocks: wgmma multiplies tiles of 64 rows, and 17 tokens of 4 heads are 68. A row block is
-therefore ``block_m`` rows and a tail of ``tail_m`` rows that share the loads of keys and values:
-64 + 16 instead of 128 (and 128 + 16, twice, for 65 tokens of 4 heads). More rows than one block
-holds take several programs for the same run, launched side by side so that all but one find it in
-the L2 cache.
+Row blocks: more rows than one block holds take several programs for the same run, launched side by
+side so that all but one find it in the L2 cache. wgmma multiplies tiles of 64 rows, and 17 tokens
+of 4 heads are 68: 128 rows or twice 64. A tail of 16 rows beside 64, in the same program, measured
+slower on an H200 in every shape, as so few rows are no wgmma's.
 
 Rounding: scores, softmax and outputs accumulate in float32; probabilities are rounded to the
 queries' dtype before the second product; float8 keys and values are widened exactly and their
@@ -48,8 +47,21 @@ except ImportError:  # a copy of this file, on a machine without sglang
     register_custom_op = None
 
 _LOG2_E = 1.4426950408889634
-# Programs per cut of the merge kernel.
-_MERGERS = 4
+
+
+class Merge(NamedTuple):
+    """Launch options of the merge kernel."""
+
+    mergers: int = 8
+    """Programs per cut."""
+    few_runs: int = 8
+    """A unit of so few runs is merged many rows at a time, another one row at a time."""
+    few_rows: int = 8
+    many_runs: int = 32
+    """Runs of a row that are loaded at once."""
+
+
+_MERGE = Merge()
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -57,9 +69,7 @@ class Tiles(NamedTuple):
     """Tile sizes and launch options of the split kernel."""
 
     block_m: int
-    """Query rows of a program's main tile."""
-    tail_m: int
-    """Further rows, in a tile of their own; 0: none."""
+    """Query rows of a program."""
     block_n: int
     """Keys of a tile."""
     num_warps: int
@@ -68,16 +78,17 @@ class Tiles(NamedTuple):
     min_tiles: int = 2
     """Shortest run of tiles a program takes."""
 
-    @property
-    def rows(self) -> int:
-        return self.block_m + self.tail_m
-
 
 @functools.cache
 def _sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _extent(buffer: torch.Tensor) -> int:
+    """Elements from a pool's first slot to behind its last."""
+    return buffer.shape[0] * buffer.stride(0)
 
 
 @functools.cache
@@ -89,29 +100,26 @@ def choose_tiles(rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) 
     """The default ``Tiles`` for ``rows = L * G`` query rows a key head."""
     wide = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)) > 128
     if dtype == torch.float32:
-        return Tiles(16, 0, 16 if wide else 32, 4, 1, 2)
+        return Tiles(16, 16 if wide else 32, 4, 1, 2)
     if rows <= 32:
-        return Tiles(16 if rows <= 16 else 32, 0, 32 if wide else 64, 4, 3, 2)
-    # The fewest rows of padding; of equal ones, the fewest row blocks.
-    best = min(
-        ((64, 0), (64, 16), (128, 0), (128, 16)),
-        key=lambda m: (triton.cdiv(rows, sum(m)) * sum(m), triton.cdiv(rows, sum(m))),
-    )
-    if wide and best[0] == 128:
-        best = (64, best[1])
-    # 128 rows take all registers of an SM, and wide heads most of its shared memory.
-    num_warps, per_sm = (8, 1) if best[0] == 128 else (4, 1 if wide else 2)
-    return Tiles(*best, 32 if wide else 64, num_warps, 2 if wide else 3, per_sm)
+        return Tiles(16 if rows <= 16 else 32, 32 if wide else 64, 4, 3, 2)
+    # Measured on an H200 (``verify_attention.py --tune``): blocks of 64 rows, two programs an SM,
+    # also where their loads of keys repeat, but for 65 to 128 rows one block of 128.
+    if wide:
+        return Tiles(64, 32, 4, 2, 1)
+    if 64 < rows <= 128:
+        return Tiles(128, 64, 8, 3, 1)
+    return Tiles(64, 64, 4, 3, 2)
 
 
 def scratch_bytes(
     rows: int, v_head_dim: int, tiles: Tiles, device: torch.device, programs: Optional[int] = None
 ) -> int:
     """Bytes of scratch a call takes, whatever its batch and lengths."""
-    row_blocks = triton.cdiv(rows, tiles.rows)
+    row_blocks = triton.cdiv(rows, tiles.block_m)
     if programs is None:
         programs = _programs(tiles, row_blocks, device)
-    return row_blocks * 2 * programs * tiles.rows * (v_head_dim + 1) * 4
+    return row_blocks * 2 * programs * tiles.block_m * (v_head_dim + 1) * 4
 
 
 def _programs(tiles: Tiles, row_blocks: int, device: torch.device) -> int:
@@ -186,8 +194,26 @@ def _tile_line(
 
 
 @triton.jit
+def _load_rows(ptr, offset, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pool rows that begin at ``offset``."""
+    where = ptr + (offset[:, None] + d[None, :])
+    if D == BLOCK_D:
+        return tl.load(where)
+    return tl.load(where, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def _attend(
-    q, k, v, visible, peak, total, acc, scale_log2, LOGIT_CAP: tl.constexpr, MASKED: tl.constexpr
+    q,
+    k,
+    v,
+    visible,
+    peak,
+    total,
+    acc,
+    scale_log2,
+    LOGIT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """One tile of keys: the running softmax of ``q`` over ``k`` and ``v``."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -207,42 +233,6 @@ def _attend(
     total = total * decay + tl.sum(probs, 1)
     acc = tl.dot(probs.to(q.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
     return new_peak, total, acc
-
-
-@triton.jit
-def _attend_both(
-    q,
-    tail_q,
-    k,
-    v,
-    visible,
-    tail_visible,
-    peak,
-    total,
-    acc,
-    tail_peak,
-    tail_total,
-    tail_acc,
-    scale_log2,
-    LOGIT_CAP: tl.constexpr,
-    MASKED: tl.constexpr,
-    TAIL_M: tl.constexpr,
-):
-    peak, total, acc = _attend(q, k, v, visible, peak, total, acc, scale_log2, LOGIT_CAP, MASKED)
-    if TAIL_M > 0:
-        tail_peak, tail_total, tail_acc = _attend(
-            tail_q,
-            k,
-            v,
-            tail_visible,
-            tail_peak,
-            tail_total,
-            tail_acc,
-            scale_log2,
-            LOGIT_CAP,
-            MASKED,
-        )
-    return peak, total, acc, tail_peak, tail_total, tail_acc
 
 
 @triton.jit
@@ -312,7 +302,7 @@ def _finish(
     out_head_stride,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """Writes a run's rows: to the output if the run is a whole unit, else to scratch ``slot``."""
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -324,7 +314,7 @@ def _finish(
         acc.to(out_ptr.dtype.element_ty),
         mask=stored & whole,
     )
-    scratch = slot * ROWS + local
+    scratch = slot * BLOCK_M + local
     tl.store(partial_ptr + scratch[:, None] * DV + dv[None, :], acc, mask=stored & (whole == 0))
     lse = tl.where(total > 0, peak + tl.log2(total), float("-inf"))
     tl.store(lse_ptr + scratch, lse, mask=(token < length) & (whole == 0))
@@ -373,20 +363,20 @@ def _verify_kernel(
     HAS_MASK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    TAIL_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
     DEPTH_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    SAME_STRIDE: tl.constexpr,
+    SMALL_POOL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     # Programs: (row block, run of tiles).
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
-    ROWS: tl.constexpr = BLOCK_M + TAIL_M
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     block = tl.program_id(0)
     program = tl.program_id(1)
@@ -402,13 +392,10 @@ def _verify_kernel(
     base = tl.sum(tl.where(ends <= begin, tiles, 0), 0)
 
     local = tl.arange(0, BLOCK_M)
-    row = block * ROWS + local
+    row = block * BLOCK_M + local
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     n = tl.arange(0, BLOCK_N)
-    if TAIL_M > 0:
-        tail_local = BLOCK_M + tl.arange(0, TAIL_M)
-        tail_row = block * ROWS + tail_local
 
     at = begin
     while at < end:
@@ -429,23 +416,9 @@ def _verify_kernel(
         peak, total = _start(sinks_ptr, row, head0, holds_block, HAS_SINKS, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
         token = row // GROUP
-        if TAIL_M > 0:
-            tail_q = _load_q(
-                q_ptr, tail_row, length, row0, head0, q_token_stride, q_head_stride, d, GROUP, D
-            )
-            tail_peak, tail_total = _start(
-                sinks_ptr, tail_row, head0, holds_block, HAS_SINKS, GROUP
-            )
-            tail_acc = tl.zeros((TAIL_M, BLOCK_DV), tl.float32)
-            tail_token = tail_row // GROUP
-        else:
-            tail_q, tail_peak, tail_total, tail_acc = 0.0, 0.0, 0.0, 0.0
         if WINDOW > 0:
             # A key at n is near a draft if depth + prefix - n <= WINDOW.
             reach = _depth(mask_ptr, token, b, length, L, DEPTH_L, HAS_MASK) + prefix - WINDOW
-            if TAIL_M > 0:
-                tail_reach = _depth(mask_ptr, tail_token, b, length, L, DEPTH_L, HAS_MASK)
-                tail_reach += prefix - WINDOW
 
         # Whole tiles of the prefix, which need no mask unless there is a window.
         keys_ptr = key_ptr + kv_head * key_head_stride
@@ -457,43 +430,21 @@ def _verify_kernel(
         for tile in tl.range(first, last_whole):
             position = tile * BLOCK_N + n
             # Read one tile ahead: an address that waits for its slot would stall every tile.
-            slot = next_slot.to(tl.int32).to(tl.int64)
-            next_slot = tl.load(
-                slots_ptr + position + BLOCK_N, mask=tile + 1 < last_whole, other=0
-            )
-            k = tl.load(
-                keys_ptr + slot[:, None] * key_stride + d[None, :],
-                mask=(d < D)[None, :],
-                other=0.0,
-            ).to(dtype)
-            v = tl.load(
-                values_ptr + slot[:, None] * value_stride + dv[None, :],
-                mask=(dv < DV)[None, :],
-                other=0.0,
-            ).to(dtype)
+            slot = next_slot.to(tl.int32)
+            if not SMALL_POOL:
+                slot = slot.to(tl.int64)
+            next_slot = tl.load(slots_ptr + position + BLOCK_N, mask=tile + 1 < last_whole, other=0)
+            offset = slot * key_stride
+            k = _load_rows(keys_ptr, offset, d, D, BLOCK_D).to(dtype)
+            if not SAME_STRIDE:
+                offset = slot * value_stride
+            v = _load_rows(values_ptr, offset, dv, DV, BLOCK_DV).to(dtype)
             # Set here: what a loop finds set and sets anew must keep its type.
-            near, tail_near = None, None
+            near = None
             if WINDOW > 0:
                 near = position[None, :] >= reach[:, None]
-                if TAIL_M > 0:
-                    tail_near = position[None, :] >= tail_reach[:, None]
-            peak, total, acc, tail_peak, tail_total, tail_acc = _attend_both(
-                q,
-                tail_q,
-                k,
-                v,
-                near,
-                tail_near,
-                peak,
-                total,
-                acc,
-                tail_peak,
-                tail_total,
-                tail_acc,
-                prefix_scale,
-                LOGIT_CAP,
-                WINDOW > 0,
-                TAIL_M,
+            peak, total, acc = _attend(
+                q, k, v, near, peak, total, acc, prefix_scale, LOGIT_CAP, WINDOW > 0
             )
         # The prefix's last tile, if it is not whole and in this run.
         for tile in tl.range(
@@ -512,32 +463,13 @@ def _verify_kernel(
                 mask=inside[:, None] & (dv < DV)[None, :],
                 other=0.0,
             ).to(dtype)
-            last_near, last_tail_near = inside[None, :], inside[None, :]
+            last_near = inside[None, :]
             if WINDOW > 0:
                 last_near = last_near & (position[None, :] >= reach[:, None])
-                if TAIL_M > 0:
-                    last_tail_near = last_tail_near & (position[None, :] >= tail_reach[:, None])
-            peak, total, acc, tail_peak, tail_total, tail_acc = _attend_both(
-                q,
-                tail_q,
-                k,
-                v,
-                last_near,
-                last_tail_near,
-                peak,
-                total,
-                acc,
-                tail_peak,
-                tail_total,
-                tail_acc,
-                prefix_scale,
-                LOGIT_CAP,
-                True,
-                TAIL_M,
+            peak, total, acc = _attend(
+                q, k, v, last_near, peak, total, acc, prefix_scale, LOGIT_CAP, True
             )
         acc = acc * v_scale
-        if TAIL_M > 0:
-            tail_acc = tail_acc * v_scale
         # The draft tokens themselves.
         drafts = tl.where(holds_block, length, 0)
         for j0 in tl.range(0, drafts, BLOCK_L, num_stages=1):
@@ -557,32 +489,10 @@ def _verify_kernel(
                 other=0.0,
             )
             sees = _sees(mask_ptr, token, j, b, length, L, HAS_MASK)
-            tail_sees = None
-            if TAIL_M > 0:
-                tail_sees = _sees(mask_ptr, tail_token, j, b, length, L, HAS_MASK)
             if WINDOW > 0:
                 key_position = _depth(mask_ptr, j, b, length, L, DEPTH_L, HAS_MASK) + prefix
                 sees = sees & (key_position[None, :] >= reach[:, None])
-                if TAIL_M > 0:
-                    tail_sees = tail_sees & (key_position[None, :] >= tail_reach[:, None])
-            peak, total, acc, tail_peak, tail_total, tail_acc = _attend_both(
-                q,
-                tail_q,
-                k,
-                v,
-                sees,
-                tail_sees,
-                peak,
-                total,
-                acc,
-                tail_peak,
-                tail_total,
-                tail_acc,
-                scale_log2,
-                LOGIT_CAP,
-                True,
-                TAIL_M,
-            )
+            peak, total, acc = _attend(q, k, v, sees, peak, total, acc, scale_log2, LOGIT_CAP, True)
 
         whole = (first == 0) & holds_block
         scratch = (block * programs + program).to(tl.int64) * 2 + (at > begin).to(tl.int32)
@@ -605,30 +515,8 @@ def _verify_kernel(
             out_head_stride,
             GROUP,
             DV,
-            ROWS,
+            BLOCK_M,
         )
-        if TAIL_M > 0:
-            _finish(
-                tail_acc,
-                tail_total,
-                tail_peak,
-                tail_row,
-                tail_local,
-                whole,
-                scratch,
-                length,
-                row0,
-                head0,
-                dv,
-                out_ptr,
-                partial_ptr,
-                lse_ptr,
-                out_token_stride,
-                out_head_stride,
-                GROUP,
-                DV,
-                ROWS,
-            )
         at += last - first
         request_ends = at >= base + unit_tiles * KV_HEADS
         base = tl.where(request_ends, base + unit_tiles * KV_HEADS, base)
@@ -647,7 +535,17 @@ def _add_run(parts, lse, peak, total, acc):
 
 @triton.jit
 def _merge_few(
-    local, rows, runs, first_slot, next_slot, dv, partial_ptr, lse_ptr, ROWS, DV, RUNS: tl.constexpr
+    local,
+    rows,
+    runs,
+    first_slot,
+    next_slot,
+    dv,
+    partial_ptr,
+    lse_ptr,
+    BLOCK_M,
+    DV,
+    RUNS: tl.constexpr,
 ):
     """Rows ``local`` of a unit cut into at most ``RUNS`` runs, each loaded whole."""
     peak = tl.zeros_like(local).to(tl.float32) + float("-inf")
@@ -658,7 +556,7 @@ def _merge_few(
         if run > 0:
             slot = next_slot + 2 * run
         valid = (local < rows) & (run < runs)
-        scratch = slot * ROWS + local
+        scratch = slot * BLOCK_M + local
         lse = tl.load(lse_ptr + scratch, mask=valid, other=float("-inf"))
         parts = tl.load(
             partial_ptr + scratch[:, None] * DV + dv[None, :],
@@ -671,7 +569,7 @@ def _merge_few(
 
 @triton.jit
 def _merge_many(
-    local, runs, first_slot, next_slot, dv, partial_ptr, lse_ptr, ROWS, DV, RUNS: tl.constexpr
+    local, runs, first_slot, next_slot, dv, partial_ptr, lse_ptr, BLOCK_M, DV, RUNS: tl.constexpr
 ):
     """Row ``local`` of a unit, ``RUNS`` runs at a time."""
     lane = tl.arange(0, RUNS)
@@ -681,7 +579,7 @@ def _merge_many(
     for start in tl.range(0, runs, RUNS):
         run = start + lane
         slot = tl.where(run == 0, first_slot, next_slot + 2 * run)
-        scratch = slot * ROWS + local
+        scratch = slot * BLOCK_M + local
         lse = tl.load(lse_ptr + scratch, mask=run < runs, other=float("-inf"))
         parts = tl.load(
             partial_ptr + scratch[:, None] * DV + dv[None, :],
@@ -711,15 +609,15 @@ def _verify_merge_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
     MERGERS: tl.constexpr,
+    FEW_RUNS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    MANY_RUNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    FEW_RUNS: tl.constexpr = 4,
-    FEW_ROWS: tl.constexpr = 16,
-    MANY_RUNS: tl.constexpr = 64,
 ):
     # Programs: (row block, cut, merger). The cuts inside a unit share its rows.
     block = tl.program_id(0)
@@ -750,9 +648,9 @@ def _verify_merge_kernel(
     first_slot = slots + (unit > first_program * quota).to(tl.int32)
     worker = (cut - first_program - 1) * MERGERS + tl.program_id(2)
     workers = (runs - 1) * MERGERS
-    rows = tl.minimum(length * GROUP - block * ROWS, ROWS)
+    rows = tl.minimum(length * GROUP - block * BLOCK_M, BLOCK_M)
     dv = tl.arange(0, BLOCK_DV)
-    row_block = block * ROWS
+    row_block = block * BLOCK_M
     out = out_ptr + row0 * out_token_stride + kv_head * GROUP * out_head_stride
     if runs <= FEW_RUNS:
         for start in tl.range(worker * FEW_ROWS, rows, workers * FEW_ROWS):
@@ -766,7 +664,7 @@ def _verify_merge_kernel(
                 dv,
                 partial_ptr,
                 lse_ptr,
-                ROWS,
+                BLOCK_M,
                 DV,
                 FEW_RUNS,
             )
@@ -780,7 +678,7 @@ def _verify_merge_kernel(
     else:
         for one in tl.range(worker, rows, workers):
             many = _merge_many(
-                one, runs, first_slot, slots, dv, partial_ptr, lse_ptr, ROWS, DV, MANY_RUNS
+                one, runs, first_slot, slots, dv, partial_ptr, lse_ptr, BLOCK_M, DV, MANY_RUNS
             )
             one_row = row_block + one
             one_offset = one_row // GROUP * out_token_stride + one_row % GROUP * out_head_stride
@@ -830,14 +728,14 @@ def verify_attention_triton(
     group = heads // kv_heads
     rows = max_len * group
     tiles = tiles or choose_tiles(rows, head_dim, v_head_dim, q.dtype)
-    row_blocks = triton.cdiv(rows, tiles.rows)
+    row_blocks = triton.cdiv(rows, tiles.block_m)
     programs = programs or _programs(tiles, row_blocks, q.device)
     scratch = torch.empty(
-        row_blocks * 2 * programs * tiles.rows * (v_head_dim + 1),
+        row_blocks * 2 * programs * tiles.block_m * (v_head_dim + 1),
         dtype=torch.float32,
         device=q.device,
     )
-    lse = scratch[: row_blocks * 2 * programs * tiles.rows]
+    lse = scratch[: row_blocks * 2 * programs * tiles.block_m]
     partial = scratch[lse.numel() :]
     block_dv = triton.next_power_of_2(v_head_dim)
     dependent = _dependent_launch(q.device)
@@ -885,20 +783,21 @@ def verify_attention_triton(
         HAS_MASK=mask is not None,
         HAS_SINKS=sinks is not None,
         BLOCK_M=tiles.block_m,
-        TAIL_M=tiles.tail_m,
         BLOCK_N=tiles.block_n,
         BLOCK_L=min(tiles.block_n, max(16, triton.next_power_of_2(max_len))),
         DEPTH_L=triton.next_power_of_2(max_len),
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv,
         BLOCK_B=block_b,
+        SAME_STRIDE=key_buffer.stride(0) == value_buffer.stride(0),
+        SMALL_POOL=max(_extent(key_buffer), _extent(value_buffer)) < 2**31,
         DEPENDENT=dependent,
         launch_pdl=dependent,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     if programs > 1:
-        _verify_merge_kernel[(row_blocks, programs - 1, _MERGERS)](
+        _verify_merge_kernel[(row_blocks, programs - 1, _MERGE.mergers)](
             qo_indptr,
             kv_indptr,
             out,
@@ -912,11 +811,14 @@ def verify_attention_triton(
             KV_HEADS=kv_heads,
             GROUP=group,
             DV=v_head_dim,
-            ROWS=tiles.rows,
+            BLOCK_M=tiles.block_m,
             BLOCK_N=tiles.block_n,
             BLOCK_DV=block_dv,
             BLOCK_B=block_b,
-            MERGERS=_MERGERS,
+            MERGERS=_MERGE.mergers,
+            FEW_RUNS=_MERGE.few_runs,
+            FEW_ROWS=_MERGE.few_rows,
+            MANY_RUNS=_MERGE.many_runs,
             DEPENDENT=dependent,
             launch_pdl=dependent,
             num_warps=4,
