@@ -1,6 +1,6 @@
 """Milliseconds per decode step on a CPU: plain decoding beside FLASHMAP at several verify widths.
 
-    python benchmark/flashmap/cpu_step.py --target DIR --draft DIR --widths 2 3 5 9 --out FILE.json
+    python benchmark/flashmap/cpu_step.py --target DIR --draft DIR --widths 2 3 5 9 --json FILE
 
 One request. The plain engine lives as long as the run; each width gets an engine of its own, and
 the two answer in turn, so that what else the machine does falls on both. A step is (time of a long
@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="decode steps of an answer")
     parser.add_argument("--accept-length", type=float, default=2.0, help="simulated")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON of the table's rows")
+    parser.add_argument("--json", type=Path, help="JSON of the table's rows")
     options = parser.parse_args()
     plain = Mode(0, options)
     rows = []
@@ -138,8 +138,8 @@ def main() -> None:
     setting = f"{options.dtype}, {options.threads} threads, {options.clock} time"
     print(f"\n{setting}, {options.context} tokens of context")
     print(table(rows))
-    if options.out:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

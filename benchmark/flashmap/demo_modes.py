@@ -4,7 +4,8 @@
         'chain={}' 'tree={"speculative_flashmap_tree_candidates": 8}'
 
 Every mode is a name and the engine arguments it adds to FLASHMAP's; `plain` (no draft) always
-comes along. Engines start at once, on one GPU or CPU, and measure one after another. At each batch
+comes along. Engines start at once, on one GPU or CPU; when all are up they measure one after
+another. At each batch
 size all prompts are answered greedily, `batch size` at a time; seconds are those of whole answers,
 prefill included. A row tells how many of its texts are those of `plain` token by token: in bfloat16
 near-ties of logits fall differently when a forward has more rows, and the largest gap between the
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from turn import alone  # noqa: E402
+from turn import alone, await_turn, give_turns, start  # noqa: E402
 
 PLAIN = "plain"
 
@@ -93,6 +93,7 @@ def run(options: argparse.Namespace) -> None:
     chosen = prompts(options)
     running = engine(options, json.loads(options.arguments))
     result: dict[str, Any] = {"domains": [domain for domain, _ in chosen], "batches": {}}
+    await_turn(options.out / f"{options.mode}.turn")
     with alone():
         for size in options.batch_sizes:
             answer_all(running, chosen[:size], size, options)  # warm-up
@@ -104,14 +105,14 @@ def run(options: argparse.Namespace) -> None:
 def compare(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     modes = {PLAIN: "{}"} | dict(mode.split("=", 1) for mode in options.modes)
-    processes = {}
+    started = {}
     for name, arguments in modes.items():
         command = [sys.executable, __file__, "--mode", name, "--arguments", arguments]
-        with (options.out / f"{name}.log").open("w") as log:
-            processes[name] = subprocess.Popen(
-                [*command, *options.passed_on], stdout=log, stderr=log
-            )
-    failed = [name for name, process in processes.items() if process.wait()]
+        turn = options.out / f"{name}.turn"
+        process = start([*command, *options.passed_on], turn, options.out / f"{name}.log")
+        started[name] = (turn, process)
+    died = give_turns(list(started.values()))
+    failed = [name for name, (_, process) in started.items() if process in died]
     made = {
         name: json.loads((options.out / f"{name}.json").read_text())
         for name in modes
@@ -121,6 +122,8 @@ def compare(options: argparse.Namespace) -> None:
         print(f"{name} failed: see {options.out / name}.log", file=sys.stderr)
     if PLAIN in made:
         print("\n".join(table(made)))
+    if options.json:
+        options.json.write_text(json.dumps(made))
     if failed:
         sys.exit(1)
 
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of results and logs")
+    parser.add_argument("--json", type=Path, help="save all modes' answers in one file")
     parser.add_argument("--common", default="{}", help="JSON of every engine's arguments")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -106,12 +106,12 @@ def run(options: argparse.Namespace) -> None:
             picked = [i for i, name in enumerate(domains) if domain in (name, "all")]
             plain, ours = ([answers[key][i] for i in picked] for key in (0, width))
             print(row(f"{width or 'default'}, {domain}", plain, ours))
-    if options.out:
+    if options.json:
         record = {
             str(width): [dict(seconds=a.seconds, tokens=len(a.tokens), steps=a.steps) for a in made]
             for width, made in answers.items()
         }
-        options.out.write_text(json.dumps(dict(domains=domains, answers=record)) + "\n")
+        options.json.write_text(json.dumps(dict(domains=domains, answers=record)) + "\n")
 
 
 def demo_target() -> Path:
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--limit", type=int, default=3, help="prompts a domain")
-    parser.add_argument("--out", type=Path, help="JSON of every answer")
+    parser.add_argument("--json", type=Path, help="JSON of every answer")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     options.target = options.target or demo_target()

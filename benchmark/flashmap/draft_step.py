@@ -1,6 +1,6 @@
 """Time of one draft alone, at Qwen3-8B shapes, against the bytes it must read.
 
-    python benchmark/flashmap/draft_step.py --out out/draft_step.json
+    python benchmark/flashmap/draft_step.py --json out/draft_step.json
 
 The drafter of a server is built with random weights and captured as a server captures it; a row is
 the median over graph replays timed with CUDA events. Floor: every weight a draft uses and the
@@ -131,7 +131,7 @@ def weight_bytes(model: FlashMapDraftModel) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out")
+    parser.add_argument("--json", help="where to save the rows")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 8192])
     parser.add_argument("--draft-vocab-size", type=int, default=32768)
@@ -174,9 +174,9 @@ def main() -> None:
             print(f"| {size} | {context} | {ms:.3f} | {floor:.3f} | {ms / floor:.2f} |", flush=True)
     if options.profile:
         profile(drafter, inputs, options.profile)
-    if options.out:
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(
             json.dumps(dict(gpu=torch.cuda.get_device_name(0), bandwidth=bandwidth, rows=rows))
         )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 
 import torch
@@ -150,10 +151,11 @@ def trained_setting(target: str, draft: str, text: str) -> Setting:
     return Setting(model, *matrices, ids[0], hidden)
 
 
-def compare(name: str, logits: torch.Tensor, exact: torch.Tensor) -> None:
+def compare(name: str, logits: torch.Tensor, exact: torch.Tensor) -> dict:
     error = float((logits - exact).norm() / exact.norm())
     agree = float((logits.argmax(-1) == exact.argmax(-1)).float().mean())
     print(f"| {name} | {error:.4f} | {agree:.3f} |", flush=True)
+    return dict(draft=name, error=error, agree=agree)
 
 
 @torch.inference_mode()
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--bank-size", type=int, default=256)
     parser.add_argument("--topk", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--json", help="where to save the rows")
     options = parser.parse_args()
     torch.manual_seed(0)
     trained = options.target and options.draft
@@ -185,14 +188,16 @@ def main() -> None:
     print(f"{options.num_steps} jumps, {len(slots)} slots, {config.vocab_size} tokens")
     print("| draft | relative error of logits | same argmax |\n|---|---|---|")
     other = gaussian_noise(zeros + 1, slots, config.vocab_size, Stream.DRAFT_NOISE.value)
-    compare("exact, other noise", setting.draft(other, anchors), exact)
+    rows_made = [compare("exact, other noise", setting.draft(other, anchors), exact)]
     for topk in options.topk:
         setting.attach(
             num_steps=options.num_steps, jump_bank_size=options.bank_size, jump_topk=topk
         )
         own, anew = BankNoise(rows, zeros, rows), BankNoise(rows, zeros + 2, slots)
-        compare(f"cut to {topk}", setting.draft(own, anchors), exact)
-        compare(f"cut to {topk}, redrawn", setting.draft(anew, anchors), exact)
+        rows_made.append(compare(f"cut to {topk}", setting.draft(own, anchors), exact))
+        rows_made.append(compare(f"cut to {topk}, redrawn", setting.draft(anew, anchors), exact))
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows_made, indent=1))
 
 
 if __name__ == "__main__":

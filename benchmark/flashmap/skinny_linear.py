@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--weights", choices=["bfloat16", "float8_e4m3fn"], default="bfloat16")
     parser.add_argument("--tune", action="store_true", help="try many tiles (minutes of compiling)")
+    parser.add_argument("--json", help="where to save the rows")
     parser.add_argument("--no-dependent-launch", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -90,12 +93,15 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, {args.weights} weights")
     print("| rows | product | MB | library us | GB/s | ours us | GB/s | tiles | relative error |")
     print("|---|---|---|---|---|---|---|---|---|")
+    saved: list[dict] = []
     with torch.inference_mode():
         for rows, name in itertools.product(args.rows, args.shapes):
-            measure(rows, name, getattr(torch, args.weights), args.tune)
+            saved += measure(rows, name, getattr(torch, args.weights), args.tune)
+    if args.json:
+        Path(args.json).write_text(json.dumps(saved, indent=1))
 
 
-def measure(rows: int, name: str, dtype: torch.dtype, tune: bool) -> None:
+def measure(rows: int, name: str, dtype: torch.dtype, tune: bool) -> list[dict]:
     n, k = SHAPES[name]
     megabytes = n * k * dtype.itemsize / 1e6
     copies = max(4, int(COLD_BYTES / 1e6 / megabytes))
@@ -111,7 +117,10 @@ def measure(rows: int, name: str, dtype: torch.dtype, tune: bool) -> None:
 
         return microseconds(call, copies)
 
+    saved = []
+
     def row(time: float, tiles: Tiles, note: str = "") -> None:
+        saved.append(dict(rows=rows, product=name + note, library_us=library, us=time, tiles=tiles))
         print(
             f"| {rows} | {name}{note} | {megabytes:.1f} | {library:.2f} | "
             f"{wide[0].numel() * 2 / library / 1e3:.0f} | {time:.2f} | "
@@ -125,7 +134,7 @@ def measure(rows: int, name: str, dtype: torch.dtype, tune: bool) -> None:
     default = default_tiles(rows, n, k, sm_count(x.device))
     row(ours(default), default)
     if not tune:
-        return
+        return saved
     times = {}
     for tiles in candidates(rows):
         try:
@@ -136,6 +145,7 @@ def measure(rows: int, name: str, dtype: torch.dtype, tune: bool) -> None:
                 raise
     for best in sorted(times, key=times.get)[:3]:
         row(times[best], best, " tuned")
+    return saved
 
 
 if __name__ == "__main__":

@@ -13,6 +13,11 @@ simulated length nearly nothing is accepted. ``table`` prints the results in ``-
 Milliseconds per step are (time of a run − time of a one-token run of other prompts of the same
 lengths) / verify steps, the median of several repeats; tokens per second belong to the accept
 length of the run. Compare numbers of one machine and one session only.
+
+``table --plot FILE`` draws step time over the number of requests, with the floors of plain decoding
+and of FLASHMAP: the larger of what reading the weights and the context once takes at
+``--bandwidth`` (of a copy, as ``draft_step.py`` measures it) and what the matrix products take at
+``--flops``.
 """
 
 from __future__ import annotations
@@ -21,14 +26,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import shapes  # noqa: E402
-from turn import alone  # noqa: E402
+from turn import alone, await_turn, give_turns, start  # noqa: E402
 
 
 def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
@@ -113,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     out = Path(options.out)
-    start = time.perf_counter()
+    began = time.perf_counter()
     engine = sglang.Engine(**engine_arguments(options, out / "models"))
     result = dict(
         mode=options.mode,
@@ -121,15 +125,12 @@ def run(options: argparse.Namespace) -> None:
         gpu=torch.cuda.get_device_name(0),
         sglang=sglang.__version__,
         context=options.context,
-        start_s=round(time.perf_counter() - start, 1),
+        start_s=round(time.perf_counter() - began, 1),
         batches={},
     )
     print(f"{result['label']}: started in {result['start_s']} s", flush=True)
     if options.turn:
-        turn = Path(options.turn)
-        turn.with_suffix(".ready").touch()
-        while not turn.exists():
-            time.sleep(0.2)
+        await_turn(Path(options.turn))
     for batch_size in options.batch_sizes:
         with alone():
             row = measure(engine, batch_size, options, seed=batch_size)
@@ -171,21 +172,13 @@ def compare(options: argparse.Namespace) -> None:
         name, _, length = name.partition(":")
         name, _, backend = name.partition("/")
         turn = out / f"turn{i}"
-        for stale in (turn, turn.with_suffix(".ready")):
-            stale.unlink(missing_ok=True)
         command = [sys.executable, __file__, "run", "--mode", name, "--out", str(out)]
         command += ["--turn", str(turn), "--accept-length", length or "0"]
         command += ["--temperature", temperature or "0", "--attention-backend", backend]
         command += options.passed_on
-        with (out / f"log{i}.txt").open("w") as log:
-            processes.append((turn, subprocess.Popen(command, stdout=log, stderr=log)))
-    for turn, process in processes:
-        while not turn.with_suffix(".ready").exists() and process.poll() is None:
-            time.sleep(0.5)
-    for turn, process in processes:
-        turn.touch()
-        if process.wait():
-            print(f"failed: {' '.join(process.args)}; see {out}", file=sys.stderr)
+        processes.append((turn, start(command, turn, out / f"log{i}.txt")))
+    for process in give_turns(processes):
+        print(f"failed: {' '.join(process.args)}; see {out}", file=sys.stderr)
     table(options)
 
 
@@ -204,6 +197,10 @@ def table(options: argparse.Namespace) -> None:
     results = [json.loads(path.read_text()) for path in sorted(Path(options.out).glob("*.json"))]
     plain = {r["context"]: r["batches"] for r in results if r["mode"] == "plain"}
     sizes = sorted({int(b) for r in results for b in r["batches"]})
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=1))
+    if options.plot:
+        plot(results, options)
     print("| mode | context | " + " | ".join(f"{n} requests" for n in sizes) + " |")
     print("|---|---|" + "---|" * len(sizes))
     for r in sorted(results, key=lambda r: (r["context"], r["mode"] != "plain", r["label"])):
@@ -217,6 +214,37 @@ def table(options: argparse.Namespace) -> None:
             ratio = f" ({row['step_ms'] / base['step_ms']:.2f}×)" if base else ""
             cells.append(f"{row['step_ms']:.2f} ms{ratio}, {row['tokens_per_s']:.0f} tok/s")
         print(f"| {r['label']} | {r['context']} | " + " | ".join(cells) + " |")
+
+
+def plot(results: list[dict], options: argparse.Namespace) -> None:
+    """Step time over requests, both logarithmic, of the shortest context that was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    context = min(r["context"] for r in results)
+    chosen = [r for r in results if r["context"] == context]
+    sizes = sorted({int(b) for r in chosen for b in r["batches"]})
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for r in sorted(chosen, key=lambda r: r["label"]):
+        batches = sorted(map(int, r["batches"]))
+        axes.plot(
+            batches, [r["batches"][str(n)]["step_ms"] for n in batches], "o-", label=r["label"]
+        )
+    width = options.verify_width
+    for name, rows, style in (("plain", 1, ":"), (f"FLASHMAP W {width}", width, "--")):
+        floors = [
+            shapes.floor_ms(n, context, rows=rows, bandwidth=options.bandwidth, flops=options.flops)
+            for n in sizes
+        ]
+        axes.plot(sizes, floors, style, color="black", label=f"floor, {name}")
+    axes.set(xscale="log", yscale="log", xlabel="requests", ylabel="ms a step")
+    axes.set_title(f"{chosen[0]['gpu']}, context {context}")
+    axes.set_xticks(sizes, [str(n) for n in sizes])
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(options.plot, dpi=150)
 
 
 def main() -> None:
@@ -238,12 +266,17 @@ def main() -> None:
     one.add_argument("--profile", help="write a trace of a short run per batch size here")
     one.add_argument("--verbose", action="store_true")
     merge = verbs.add_parser("table", help="print the measured modes side by side")
-    merge.add_argument("--out", required=True)
     several = verbs.add_parser("compare", help="measure several modes side by side")
+    for verb in (merge, several):
+        verb.add_argument("--out", required=True)
+        verb.add_argument("--json", help="save all results in one file")
+        verb.add_argument("--plot", help="draw step time over requests")
+        verb.add_argument("--bandwidth", type=float, default=4.2e12, help="bytes a second")
+        verb.add_argument("--flops", type=float, default=0.989e15, help="bfloat16, dense")
+        verb.add_argument("--verify-width", type=int, default=17, help="W of the plot's floor")
     several.add_argument(
         "modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, dflash:4"
     )
-    several.add_argument("--out", required=True)
     options, passed_on = parser.parse_known_args()
     if passed_on and options.verb != "compare":
         parser.error(f"unknown arguments {passed_on}")

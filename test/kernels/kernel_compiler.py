@@ -19,6 +19,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     block_attention,
     context_kv,
     cross_attention,
+    draft_rows,
     filter_logits,
     fp8_linear,
     full_mask,
@@ -67,12 +68,16 @@ def compile_only(kernel: JITFunction, grid: tuple) -> Any:
 def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> None:
     longs = torch.zeros(ROWS, dtype=torch.int64)
     ints = longs.int()
+    draft_rows.draft_rows_triton(
+        *(longs, longs, torch.zeros(ROWS), torch.zeros(ROWS, 3), ints, longs, ints[None]),
+        *(2, 16, 0.5, HEAD_DIM, 10_000.0),
+    )
     rope_table = rope.rope_table_triton(longs, HEAD_DIM, 10_000.0)
     x, weight = torch.zeros(ROWS, DIM, dtype=dtype), torch.zeros(DIM, dtype=dtype)
     heads, head_weight = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM)
     wide = torch.zeros(ROWS, DIM)
     noise.gaussian_at_triton(longs, longs, longs[:, None].contiguous(), 1)
-    noise.normalise_noise_triton(wide, wide[0], wide[0, :1], 1e-6, dtype)
+    noise.normed_noise_triton(longs, longs, wide[0], wide[0, :1], 1e-6, dtype, 1)
     norm.rms_norm_triton(x, weight, 1e-6)
     norm.rms_norm_rope_triton(heads, head_weight, rope_table, 1e-6)
     adaln.adaln_triton(x, x, weight, weight, weight, 1e-6)

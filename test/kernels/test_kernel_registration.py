@@ -10,7 +10,9 @@ from sglang.kernels.ops.speculative.flashmap import (
     block_attention,
     context_kv,
     cross_attention,
+    draft_rows,
     full_mask,
+    noise,
     norm,
     rope,
     sampler,
@@ -56,6 +58,16 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
             qkv = new(2, rows // 2, (heads + 2 * kv_heads) * head_dim)
             outputs = [
                 rope.rope_table(longs, head_dim, 1e4),
+                *draft_rows.draft_rows(
+                    *(longs, longs, new(rows, dtype=torch.float32)),
+                    new(rows, 3, dtype=torch.float32),
+                    *(new(rows, dtype=torch.int32), longs, new(9, 9, dtype=torch.int32)),
+                    *(2, 3, 0.5, head_dim, 1e4),
+                ),
+                *noise.normed_noise(
+                    *(longs, longs, new(dim, dtype=torch.float32)),
+                    *(new(1, dtype=torch.float32), 0.1, torch.bfloat16, 1),
+                ),
                 norm.rms_norm(x, weight, 1e-6),
                 norm.rms_norm_rope(heads_x, head_weight, table, 1e-6),
                 *adaln.adaln(x, x, weight, weight, weight, 1e-6),
@@ -122,5 +134,5 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     context_kv.write_context_kv(kv, weights, table, longs, pool, pool, 1e-6) is None
                 )
             assert all(out.device.type == device for out in outputs)
-            results[device] = [(out.shape, out.dtype) for out in outputs[:28]]
+            results[device] = [(out.shape, out.dtype) for out in outputs[:39]]
     assert results["cuda"] == results["cpu"]

@@ -12,7 +12,7 @@ from sglang.kernels.ops.speculative.flashmap.noise import (
     gaussian_at,
     gaussian_noise,
     gaussian_noise_torch,
-    normalise_noise,
+    normed_noise,
     uniform_noise,
     uniform_noise_torch,
 )
@@ -174,14 +174,19 @@ def test_reference_words_match_the_oracle_across_the_word_boundary() -> None:
         assert words.flatten().tolist() == words_of(seed, offset, 12).tolist()
 
 
+@pytest.mark.parametrize("width", [200, 1024], ids=lambda n: f"W{n}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_normalise_noise(dtype: torch.dtype, launch: Callable) -> None:
-    noise, variances, gate = torch.randn(5, 200), torch.rand(200), torch.tensor([0.7])
+def test_normed_noise(dtype: torch.dtype, width: int, launch: Callable) -> None:
+    noise = gaussian_noise(SEEDS, OFFSETS, width, STREAM)
+    variances, gate = torch.rand(width), torch.tensor([0.7])
     exact = 0.7 * ((noise.double() ** 2 @ variances.double()) + 0.25).rsqrt()
-    args = (noise, variances, gate, 0.25, dtype)
-    for rounded, scale in (normalise_noise(*args), launch("noise.normalise_noise", *args)):
-        assert torch.equal(rounded, noise.to(dtype))
-        torch.testing.assert_close(scale.double(), exact, rtol=1e-6, atol=0)
+    args = (SEEDS, OFFSETS, variances, gate, 0.25, dtype, STREAM)
+    for draws, factor in (normed_noise(*args), launch("noise.normed_noise", *args)):
+        assert draws.dtype == dtype
+        torch.testing.assert_close(
+            draws.float(), noise, rtol=0 if dtype == torch.float32 else 2**-8, atol=1e-5
+        )
+        torch.testing.assert_close(factor.double(), exact, rtol=1e-5, atol=0)
 
 
 def test_gaussian_at_is_gaussian_noise_at_some_columns(launch: Callable) -> None:

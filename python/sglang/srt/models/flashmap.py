@@ -50,7 +50,7 @@ from sglang.srt.speculative.flashmap.checkpoint import (
     draft_vocabulary,
 )
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
-from sglang.srt.speculative.flashmap.folded_noise import FoldedNoise
+from sglang.srt.speculative.flashmap.folded_noise import FoldedNoise, NormedNoise
 from sglang.srt.speculative.flashmap.jump_bank import BankNoise, JumpBank, Prediction
 from sglang.srt.speculative.flashmap.noise import Stream, noise_factor
 from sglang.srt.speculative.flashmap.projection import Projection
@@ -184,6 +184,13 @@ class DraftContext:
     req_to_token: torch.Tensor
     req_pool_indices: torch.Tensor
     lens: torch.Tensor
+    # Rotary tables of the slots' positions and the anchors', where they are made already.
+    rope: Optional[torch.Tensor] = None
+    anchor_rope: Optional[torch.Tensor] = None
+
+
+# What a draft starts from: normal draws, the folded form's, or the bank's.
+DraftNoise = Union[torch.Tensor, NormedNoise, BankNoise]
 
 
 class FlashMapDraftModel(nn.Module):
@@ -534,7 +541,7 @@ class FlashMapDraftModel(nn.Module):
             entry = rms_norm(hidden, self.hidden_norm.weight, self.config.rms_norm_eps)
             self._write_context(
                 entry,
-                positions=positions[part],
+                rope=self._rope(positions[part], None),
                 slots=cache_loc[part],
                 key_buffers=key_buffers,
                 value_buffers=value_buffers,
@@ -557,7 +564,7 @@ class FlashMapDraftModel(nn.Module):
         entry = rms_norm(hidden, self.anchor_norm.weight, self.config.rms_norm_eps)
         self._write_context(
             entry,
-            positions=positions,
+            rope=self._rope(positions, context.anchor_rope),
             slots=slots,
             key_buffers=context.key_buffers,
             value_buffers=context.value_buffers,
@@ -565,13 +572,12 @@ class FlashMapDraftModel(nn.Module):
         )
 
     def _write_context(
-        self, entry, *, positions, slots, key_buffers, value_buffers, commit_lens
+        self, entry, *, rope, slots, key_buffers, value_buffers, commit_lens
     ) -> None:
         config = self.config
         kv = self._context_kv(entry).view(
             -1, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
         )
-        rope = rope_table(positions, config.head_dim, config.rope_theta)
         write_context_kv(
             kv,
             self._context_k_norm,
@@ -592,17 +598,17 @@ class FlashMapDraftModel(nn.Module):
             return self._folded_noise.width
         return self.config.target_hidden_size if len(self._jumps) == 1 else self.config.vocab_size
 
-    def draw_noise(
-        self, seeds: torch.Tensor, offsets: torch.Tensor
-    ) -> Union[torch.Tensor, BankNoise]:
+    def draw_noise(self, seeds: torch.Tensor, offsets: torch.Tensor) -> DraftNoise:
         """What ``draft_logits`` takes for rows of ``seeds, offsets (B·N·K,)`` int64."""
         if self._bank is not None:
             return self._bank.draw(seeds, offsets)
+        if self._folded_noise is not None:
+            return self._folded_noise.draw(seeds, offsets)
         return gaussian_noise(seeds, offsets, self.noise_width, Stream.DRAFT_NOISE.value)
 
     def draft_logits(
         self,
-        noise: Union[torch.Tensor, BankNoise],
+        noise: DraftNoise,
         positions: torch.Tensor,
         context: DraftContext,
         num_candidates: int = 1,
@@ -611,8 +617,7 @@ class FlashMapDraftModel(nn.Module):
         """Logits over the draft vocabulary of every slot.
 
         Args:
-            noise: ``(B·N·K, noise_width)`` standard normal draws, or the bank's, see
-                ``draw_noise``.
+            noise: ``(B·N·K, noise_width)`` standard normal draws, or what ``draw_noise`` returns.
             positions: ``(B·N·K,)`` positions of the slots.
             context: the paged context, anchors written.
             num_candidates: ``N``.
@@ -622,7 +627,7 @@ class FlashMapDraftModel(nn.Module):
             ``(B·N·K, Vd)`` in the draft's dtype: given the noise, the slots are independent draws
             from their softmax.
         """
-        rope = rope_table(positions, self.config.head_dim, self.config.rope_theta)
+        rope = self._rope(positions, context.rope)
         if isinstance(noise, BankNoise):
             return self._bank_logits(noise, rope, context, num_candidates, out)
         if len(self._jumps) == 1:
@@ -655,8 +660,13 @@ class FlashMapDraftModel(nn.Module):
                 predictions.append(self._bank.predict(logits, self.draft_ids))
         return logits
 
-    def _embed_noise(self, noise: torch.Tensor) -> torch.Tensor:
-        """The embedded input of a single jump: ``(rows, noise_width) -> (rows, d)``."""
+    def _rope(self, positions: torch.Tensor, made: Optional[torch.Tensor]) -> torch.Tensor:
+        if made is not None:
+            return made
+        return rope_table(positions, self.config.head_dim, self.config.rope_theta)
+
+    def _embed_noise(self, noise: Union[torch.Tensor, NormedNoise]) -> torch.Tensor:
+        """The embedded input of a single jump: ``(rows, d)``."""
         if self._folded_noise is not None:
             return self._folded_noise(noise)
         embedded = skinny_linear(noise.to(self.dtype), self._noise_factor)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Sequence
 
 import torch
+from sglang.kernels.ops.speculative.flashmap.draft_rows import draft_rows
 from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import scratch_bytes
@@ -26,7 +27,7 @@ from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.memory import pool_bytes
-from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
+from sglang.srt.speculative.flashmap.noise import SeedTable, Stream
 from sglang.srt.speculative.flashmap.plan import first_requests
 
 logger = logging.getLogger(__name__)
@@ -130,49 +131,51 @@ class Drafter:
         return DraftBlock(block.tokens[:size], block.logits[:size], tree)
 
     def _draft(self, inputs: DraftInputs, out: torch.Tensor | None = None) -> DraftBlock:
-        model, slots = self.model, self.serve.block_size
-        rows = inputs.rows
+        model, config = self.model, self.model.config
+        candidates = self.serve.candidates(inputs.rows.shape[0])
+        rows = draft_rows(
+            inputs.seq_lens,
+            inputs.rows,
+            inputs.temperatures,
+            inputs.filters,
+            inputs.active,
+            self.seed_table.seeds,
+            self.req_to_token,
+            candidates,
+            self.serve.block_size,
+            _CANDIDATE_TEMPERATURE,
+            config.head_dim,
+            config.rope_theta,
+        )
         context = DraftContext(
             key_buffers=self._buffers[0],
             value_buffers=self._buffers[1],
             req_to_token=self.req_to_token,
-            req_pool_indices=rows,
-            lens=((inputs.seq_lens + 1) * inputs.active).to(torch.int32),
+            req_pool_indices=inputs.rows,
+            lens=rows.lens,
+            rope=rows.rope,
+            anchor_rope=rows.anchor_rope,
         )
         model.write_anchor(
             inputs.anchors,
             positions=inputs.seq_lens,
-            slots=self.req_to_token[rows, inputs.seq_lens].to(torch.int64),
+            slots=rows.anchor_slots,
             active=inputs.active,
             context=context,
         )
-        candidates = self.serve.candidates(rows.shape[0])
-        per_request = candidates * slots
-        steps = torch.arange(1, slots + 1, device=rows.device, dtype=torch.int64)
-        positions = inputs.seq_lens[:, None] + steps.repeat(candidates)
-        seeds = self.seed_table.seeds[rows].repeat_interleave(per_request)
-        offsets = row_offsets(inputs.seq_lens, per_request)
-        noise = model.draw_noise(seeds, offsets)
-        logits = model.draft_logits(noise, positions.view(-1), context, candidates, out=out)
-        temperatures, filters = inputs.temperatures, inputs.filters
-        if candidates > 1:
-            # A greedy request's top-k of 1 would make all its candidates one.
-            filters = filters * (temperatures > 0)[:, None]
-            temperatures = temperatures[:, None].repeat(1, candidates)
-            temperatures[:, 1:] = _CANDIDATE_TEMPERATURE
-            filters = filters.repeat_interleave(candidates, dim=0)
-        temperatures = temperatures.view(-1).repeat_interleave(slots)
+        noise = model.draw_noise(rows.seeds, rows.offsets)
+        logits = model.draft_logits(noise, rows.positions, context, candidates, out=out)
         # In place: what is sampled from here is what an accept rule takes as the proposal.
-        filter_logits(logits, temperatures, filters.repeat_interleave(slots, dim=0))
+        filter_logits(logits, rows.temperatures, rows.filters)
         tokens = sample_draft(
             logits,
             model.draft_ids,
-            temperatures,
-            seeds,
-            offsets,
+            rows.temperatures,
+            rows.seeds,
+            rows.offsets,
             Stream.DRAFT_TOKEN.value,
-        ).view(-1, candidates, slots)
-        logits = logits.view(-1, candidates, slots, logits.shape[-1])
+        ).view(-1, candidates, self.serve.block_size)
+        logits = logits.view(*tokens.shape, logits.shape[-1])
         tree = None
         if self.serve.trees:
             tree = self._plan(inputs, tokens, logits)

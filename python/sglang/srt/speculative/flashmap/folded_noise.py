@@ -20,10 +20,11 @@ both at most ``error``. The output stays lossless: the proposal is what is draft
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Union
 
 import torch
-from sglang.kernels.ops.speculative.flashmap.noise import normalise_noise
-from sglang.srt.speculative.flashmap.noise import embedding_gram
+from sglang.kernels.ops.speculative.flashmap.noise import norm_factor, normed_noise
+from sglang.srt.speculative.flashmap.noise import Stream, embedding_gram
 from sglang.srt.speculative.flashmap.projection import Projection
 
 # Directions are kept in multiples of this, a tile of the product's reduction.
@@ -31,8 +32,19 @@ _MULTIPLE = 64
 
 
 @dataclass(frozen=True)
+class NormedNoise:
+    """Draws of ``R`` rows as the folded form multiplies them."""
+
+    draws: torch.Tensor
+    """``(R, width)`` in the draft's dtype."""
+    factor: torch.Tensor
+    """``g T r (R,)`` float32."""
+
+
+@dataclass(frozen=True)
 class FoldedNoise:
-    """``noise (rows, width) -> (rows, d)``, the embedded input of the jump from noise."""
+    """Standard normal ``(rows, width)``, or what ``draw`` returns, ``-> (rows, d)``: the embedded
+    input of the jump from noise."""
 
     projection: Projection
     """Weight ``Mᵀ (d, width)``, bias ``u Wᵀ + b (d,)``."""
@@ -90,9 +102,25 @@ class FoldedNoise:
         """Standard normal draws per row."""
         return self.variances.shape[0]
 
-    def __call__(self, noise: torch.Tensor) -> torch.Tensor:
-        z, scale = normalise_noise(noise, self.variances, self.gate, self.offset, self.dtype)
-        return self.projection(z, row_scale=scale)
+    def draw(self, seeds: torch.Tensor, offsets: torch.Tensor) -> NormedNoise:
+        """For rows of ``seeds, offsets (R,)`` int64."""
+        return NormedNoise(
+            *normed_noise(
+                seeds,
+                offsets,
+                self.variances,
+                self.gate,
+                self.offset,
+                self.dtype,
+                Stream.DRAFT_NOISE.value,
+            )
+        )
+
+    def __call__(self, noise: Union[torch.Tensor, NormedNoise]) -> torch.Tensor:
+        if isinstance(noise, torch.Tensor):
+            factor = norm_factor(noise, self.variances, self.gate, self.offset)
+            noise = NormedNoise(noise.to(self.dtype), factor)
+        return self.projection(noise.draws, row_scale=noise.factor)
 
 
 def _kept_directions(

@@ -15,9 +15,8 @@ from enum import IntEnum
 from typing import Sequence
 
 import torch
+from sglang.kernels.ops.speculative.flashmap.draft_rows import ROWS_PER_ANCHOR
 
-# Rows one anchor may draw for: candidates · slots stays below it.
-ROWS_PER_ANCHOR = 1 << 14
 _VOCAB_CHUNK = 8192
 
 

@@ -6,7 +6,7 @@ same alone or in a batch, on every rank, eager or in a CUDA graph. ``uniform_noi
 bit would round the last middle to 1. ``gaussian_noise`` turns each quad's two pairs of uniforms
 into normals by Box-Muller (1958). The torch reference and the kernel give the same uniforms bit for
 bit, and normals that differ by the float32 rounding of log, sqrt, cos and sin.
-``normalise_noise`` prepares a row of normals for a product that an RMSNorm is folded into.
+``normed_noise`` draws rows of normals for a product that an RMSNorm is folded into.
 """
 
 import math
@@ -64,6 +64,14 @@ def _unit(word):
 
 
 @triton.jit
+def _normal_pair(first, second):
+    """Two normals of two words, by Box-Muller."""
+    two_pi: tl.constexpr = 6.283185307179586
+    radius, angle = tl.sqrt(-2.0 * tl.log(_unit(first))), _unit(second) * two_pi
+    return radius * tl.cos(angle), radius * tl.sin(angle)
+
+
+@triton.jit
 def _noise_kernel(
     seeds_ptr,
     offsets_ptr,
@@ -81,13 +89,11 @@ def _noise_kernel(
     seed = tl.load(seeds_ptr + row)
     offset = tl.load(offsets_ptr + row)
     b0, b1, b2, b3 = philox_words(seed, offset, quad, stream)
-    v0, v1, v2, v3 = _unit(b0), _unit(b1), _unit(b2), _unit(b3)
     if GAUSSIAN:
-        two_pi: tl.constexpr = 6.283185307179586
-        r0 = tl.sqrt(-2.0 * tl.log(v0))
-        r1 = tl.sqrt(-2.0 * tl.log(v2))
-        v0, v1 = r0 * tl.cos(v1 * two_pi), r0 * tl.sin(v1 * two_pi)
-        v2, v3 = r1 * tl.cos(v3 * two_pi), r1 * tl.sin(v3 * two_pi)
+        v0, v1 = _normal_pair(b0, b1)
+        v2, v3 = _normal_pair(b2, b3)
+    else:
+        v0, v1, v2, v3 = _unit(b0), _unit(b1), _unit(b2), _unit(b3)
     column = 4 * quad
     out = out_ptr + row * width + column
     tl.store(out, v0, mask=column < width)
@@ -256,111 +262,137 @@ def gaussian_at(
     return op(seeds, offsets, columns, stream)
 
 
-def normalise_noise_torch(
-    noise: torch.Tensor,
+def norm_factor(
+    noise: torch.Tensor, variances: torch.Tensor, gate: torch.Tensor, offset: float
+) -> torch.Tensor:
+    """``gate · rsqrt(Σ variances · noise² + offset)`` of rows ``noise (R, width)``: ``(R,)``."""
+    return gate * torch.rsqrt((noise.square() * variances).sum(dim=1) + offset)
+
+
+def normed_noise_torch(
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
     variances: torch.Tensor,
     gate: torch.Tensor,
     offset: float,
     dtype: torch.dtype,
+    stream: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Reference of :func:`normalise_noise`."""
-    sums = (noise.square() * variances).sum(dim=1)
-    return noise.to(dtype), gate * torch.rsqrt(sums + offset)
+    """Reference of :func:`normed_noise`."""
+    noise = gaussian_noise_torch(seeds, offsets, variances.shape[0], stream)
+    return noise.to(dtype), norm_factor(noise, variances, gate, offset)
 
 
 @triton.jit
-def _normalise_kernel(
-    noise_ptr,
+def _normed_noise_kernel(
+    seeds_ptr,
+    offsets_ptr,
     variances_ptr,
     gate_ptr,
-    rounded_ptr,
-    scale_ptr,
+    noise_ptr,
+    factor_ptr,
     width,
     offset,
+    stream,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    quad = tl.arange(0, BLOCK // 4)
+    seed = tl.load(seeds_ptr + row)
+    b0, b1, b2, b3 = philox_words(seed, tl.load(offsets_ptr + row), quad, stream)
+    z0, z1 = _normal_pair(b0, b1)
+    z2, z3 = _normal_pair(b2, b3)
+    z = tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (BLOCK,))
     column = tl.arange(0, BLOCK)
     mask = column < width
-    z = tl.load(noise_ptr + row * width + column, mask=mask, other=0.0)
-    tl.store(rounded_ptr + row * width + column, z.to(rounded_ptr.dtype.element_ty), mask=mask)
     variances = tl.load(variances_ptr + column, mask=mask, other=0.0)
     total = tl.sum(z * z * variances, 0) + offset
-    tl.store(scale_ptr + row, tl.load(gate_ptr) * tl.rsqrt(total))
+    tl.store(factor_ptr + row, tl.load(gate_ptr) * tl.rsqrt(total))
+    tl.store(noise_ptr + row * width + column, z.to(noise_ptr.dtype.element_ty), mask=mask)
 
 
-def normalise_noise_triton(
-    noise: torch.Tensor,
+def normed_noise_triton(
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
     variances: torch.Tensor,
     gate: torch.Tensor,
     offset: float,
     dtype: torch.dtype,
+    stream: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Launcher of :func:`normalise_noise`."""
-    rows, width = noise.shape
-    assert noise.is_contiguous() and variances.shape == (width,) and variances.is_contiguous()
-    assert noise.dtype == variances.dtype == gate.dtype == torch.float32
-    rounded, scale = _normalise_fake(noise, variances, gate, offset, dtype)
-    if rows:
-        block = triton.next_power_of_2(width)
-        _normalise_kernel[(rows,)](
-            noise,
+    """Launcher of :func:`normed_noise`."""
+    assert seeds.is_contiguous() and offsets.is_contiguous() and variances.is_contiguous()
+    assert seeds.dtype == offsets.dtype == torch.int64
+    assert variances.dtype == gate.dtype == torch.float32
+    noise, factor = _normed_noise_fake(seeds, offsets, variances, gate, offset, dtype, stream)
+    if seeds.shape[0]:
+        block = max(triton.next_power_of_2(variances.shape[0]), 4)
+        _normed_noise_kernel[(seeds.shape[0],)](
+            seeds,
+            offsets,
             variances,
             gate,
-            rounded,
-            scale,
-            width,
+            noise,
+            factor,
+            variances.shape[0],
             offset,
+            stream,
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 8),
-            **launch_options(noise.device),
+            num_warps=min(max(block // 256, 1), 16),
+            **launch_options(seeds.device),
         )
-    return rounded, scale
+    return noise, factor
 
 
-def _normalise_fake(
-    noise: torch.Tensor,
+def _normed_noise_fake(
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
     variances: torch.Tensor,
     gate: torch.Tensor,
     offset: float,
     dtype: torch.dtype,
+    stream: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    return noise.new_empty(noise.shape, dtype=dtype), noise.new_empty(noise.shape[0])
+    rows, width = seeds.shape[0], variances.shape[0]
+    return seeds.new_empty(rows, width, dtype=dtype), seeds.new_empty(rows, dtype=torch.float32)
 
 
-_normalise_noise_op = register_custom_op(
-    normalise_noise_triton,
-    op_name="flashmap_normalise_noise",
+_normed_noise_op = register_custom_op(
+    normed_noise_triton,
+    op_name="flashmap_normed_noise",
     mutates_args=[],
-    fake_impl=_normalise_fake,
+    fake_impl=_normed_noise_fake,
 )
 
 
-def normalise_noise(
-    noise: torch.Tensor,
+def normed_noise(
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
     variances: torch.Tensor,
     gate: torch.Tensor,
     offset: float,
     dtype: torch.dtype,
+    stream: int,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Noise rounded to ``dtype``, and the factor of each row that norms it.
+    """:func:`gaussian_noise` rounded to ``dtype``, and the factor of each row that norms it.
 
     Args:
-        noise: ``(R, width)`` float32, contiguous.
+        seeds, offsets: ``(R,)`` int64.
         variances: ``(width,)`` float32, weight of each square.
         gate: ``(1,)`` float32.
         offset: added to the sum of squares.
-        dtype: of the rounded noise.
+        dtype: of the noise returned; its squares are summed before they are rounded.
+        stream: as there.
 
     Returns:
         ``noise (R, width)`` in ``dtype``, and ``gate · rsqrt(Σ variances · noise² + offset)``,
         ``(R,)`` float32.
     """
-    op = _normalise_noise_op if noise.is_cuda else normalise_noise_torch
-    return op(noise, variances, gate, offset, dtype)
+    op = _normed_noise_op if seeds.is_cuda else normed_noise_torch
+    return op(seeds, offsets, variances, gate, offset, dtype, stream)
 
 
 __all__ = [
@@ -370,9 +402,10 @@ __all__ = [
     "gaussian_noise",
     "gaussian_noise_torch",
     "gaussian_noise_triton",
-    "normalise_noise",
-    "normalise_noise_torch",
-    "normalise_noise_triton",
+    "norm_factor",
+    "normed_noise",
+    "normed_noise_torch",
+    "normed_noise_triton",
     "uniform_noise",
     "uniform_noise_torch",
     "uniform_noise_triton",

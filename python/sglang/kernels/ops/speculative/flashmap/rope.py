@@ -50,6 +50,14 @@ def load_rope(table_ptr, row, mask, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def rotary_angle(position, pair, LOG_THETA: tl.constexpr, D: tl.constexpr):
+    """``position (ROWS,) · theta ** (-2 pair / D)`` for ``pair (PAIRS,)``: ``(ROWS, PAIRS)``."""
+    exponent = ((2 * pair).to(tl.float32) / D).to(tl.float64)
+    power = tl.exp(exponent * tl.full(exponent.shape, LOG_THETA, tl.float64)).to(tl.float32)
+    return position.to(tl.float32)[:, None] * (1.0 / power)[None, :]
+
+
+@triton.jit
 def _rope_table_kernel(
     positions_ptr,
     table_ptr,
@@ -64,10 +72,8 @@ def _rope_table_kernel(
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     pair = tl.arange(0, BLOCK_HALF)
-    exponent = ((2 * pair).to(tl.float32) / D).to(tl.float64)
-    power = tl.exp(exponent * tl.full((BLOCK_HALF,), LOG_THETA, tl.float64)).to(tl.float32)
-    position = tl.load(positions_ptr + row, mask=row < rows, other=0).to(tl.float32)
-    angle = position[:, None] * (1.0 / power)[None, :]
+    position = tl.load(positions_ptr + row, mask=row < rows, other=0)
+    angle = rotary_angle(position, pair, LOG_THETA, D)
     out = table_ptr + row[:, None] * D + 2 * pair[None, :]
     mask = (row < rows)[:, None] & (2 * pair < D)[None, :]
     tl.store(out, tl.cos(angle), mask=mask)

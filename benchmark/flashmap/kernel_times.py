@@ -1,6 +1,6 @@
 """Times the FlashMap draft's kernels on one GPU, each beside its torch reference.
 
-`python benchmark/flashmap/kernels.py --batch 1 16 64`. A kernel's time is that of CUDA graph
+`python benchmark/flashmap/kernel_times.py --batch 1 16 64`. A kernel's time is that of CUDA graph
 replays between two CUDA events, with data left in the L2 cache as in a draft step; a reference that
 reads the device on the host cannot be captured and is timed eagerly (marked `*`). GB/s counts every
 input and output once.
@@ -9,8 +9,10 @@ input and output once.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from sglang.kernels.ops.speculative.flashmap.accepted_kv import (
@@ -30,10 +32,12 @@ from sglang.kernels.ops.speculative.flashmap.cross_attention import (
     paged_cross_attention,
     paged_cross_attention_torch,
 )
+from sglang.kernels.ops.speculative.flashmap.draft_rows import draft_rows, draft_rows_torch
 from sglang.kernels.ops.speculative.flashmap.full_mask import (
     write_full_mask,
     write_full_mask_torch,
 )
+from sglang.kernels.ops.speculative.flashmap.noise import normed_noise, normed_noise_torch
 from sglang.kernels.ops.speculative.flashmap.norm import (
     rms_norm,
     rms_norm_rope,
@@ -59,7 +63,7 @@ from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree, walk_tr
 
 # The draft of Qwen3-8B.
 LAYERS, DIM, HEADS, HEAD_DIM, SLOTS, VOCAB = 6, 2048, 16, 128, 16, 32768
-EPS, THETA = 1e-6, 10_000.0
+EPS, THETA, NOISE_WIDTH = 1e-6, 10_000.0, 4096
 TARGET_LAYERS, TARGET_KV_HEADS = 36, 8
 VERIFY_WIDTH, COMMITTED = 17, 4
 CHOICES = 8  # likeliest tokens of a draw that a tree may hold at a slot
@@ -91,6 +95,24 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
         size(positions, table),
         lambda: rope_table(positions, HEAD_DIM, THETA),
         lambda: rope_table_torch(positions, HEAD_DIM, THETA),
+    )
+    longs, heats = (torch.zeros(batch, dtype=t, device="cuda") for t in (torch.int64, torch.float))
+    page_table = torch.zeros(1, context, dtype=torch.int32, device="cuda")
+    inputs = (longs, longs, heats, heats[:, None].repeat(1, 3), longs.int(), longs[:1], page_table)
+    args_rows = (*inputs, candidates, SLOTS, 0.5, HEAD_DIM, THETA)
+    yield Row(
+        "draft_rows",
+        size(*draft_rows(*args_rows)),
+        lambda: draft_rows(*args_rows),
+        lambda: draft_rows_torch(*args_rows),
+    )
+    variances = torch.rand(NOISE_WIDTH, device="cuda")
+    args_noise = (positions, positions, variances, variances[:1], EPS, dtype, 2)
+    yield Row(
+        "normed_noise",
+        size(*normed_noise(*args_noise)),
+        lambda: normed_noise(*args_noise),
+        lambda: normed_noise_torch(*args_noise),
     )
     x, branch = torch.randn(2, tokens, DIM, **options)
     gate, scale1, shift = torch.randn(3, DIM, **options)
@@ -299,12 +321,14 @@ def main() -> None:
     parser.add_argument("--candidates", type=int, default=8, help="draft blocks per request")
     parser.add_argument("--context", type=int, default=1024, help="context rows per request")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--json", help="where to save the rows")
     parser.add_argument("--no-reference", action="store_true", help="time the kernels only")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("the kernels need an NVIDIA GPU and none is visible")
     setting = f"{args.dtype}, {args.candidates} candidates, context {args.context}"
     print(f"{torch.cuda.get_device_name()}, {setting}")
+    saved = []
     print(f"{'op':26}{'batch':>6}{'MB':>9}{'us':>9}{'GB/s':>8}{'torch us':>11}")
     with torch.inference_mode():
         for batch in args.batch:
@@ -312,10 +336,14 @@ def main() -> None:
                 time = microseconds(row.kernel, capture=True)
                 rate = row.bytes / time / 1e3
                 line = f"{row.name:26}{batch:6}{row.bytes / 1e6:9.2f}{time:9.1f}{rate:8.0f}"
+                saved.append(dict(op=row.name, batch=batch, bytes=row.bytes, us=time))
                 if not args.no_reference:
                     reference = microseconds(row.reference, row.reference_is_capturable)
+                    saved[-1]["torch_us"] = reference
                     line += f"{reference:10.1f}{' ' if row.reference_is_capturable else '*'}"
                 print(line, flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(dict(setting=setting, rows=saved), indent=1))
 
 
 if __name__ == "__main__":
