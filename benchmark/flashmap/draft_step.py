@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from sglang.kernels.ops.speculative.flashmap import launch, skinny_linear
 from sglang.srt.configs.flashmap import FlashMapConfig
+from sglang.srt.models import flashmap
 from sglang.srt.models.flashmap import FlashMapDraftModel
 from sglang.srt.speculative.flashmap.attention import ContextAttention, select_context_attention
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
@@ -117,16 +118,22 @@ def build(options: argparse.Namespace) -> tuple[Drafter, FlashMapDraftModel, Dra
 
 
 def weight_bytes(model: FlashMapDraftModel) -> int:
-    """Weights a draft reads: not ``fc`` (context of committed rows) nor what is folded away."""
-    unused = ["fc.", "head.", "time_embed.", "jump_embed.", "adaln.", "state_norm."]
-    if model.serve.folds_noise(model.fc.weight.device):
-        unused.append("x_embed.")
-    used = sum(
-        p.numel() * p.element_size()
-        for name, p in model.named_parameters()
-        if not any(part in name for part in unused)
-    )
-    return used + model.derived_bytes()
+    """Of all that a draft multiplies with."""
+    products = [tensor for product in model.products() for tensor in product.tensors()]
+    if not model.serve.folds_noise(model.fc.weight.device):
+        products.append(model._noise_factor)
+    return sum(tensor.nbytes for tensor in products)
+
+
+def launches(drafter: Drafter, size: int) -> int:
+    """Kernels and copies of one replay of the graph of ``size`` requests."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as result:
+        drafter.replay(size)
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in result.events())
 
 
 def main() -> None:
@@ -142,6 +149,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--linear", choices=("skinny", "library"), default="skinny")
     parser.add_argument("--no-dependent-launch", action="store_true")
+    parser.add_argument("--no-fused-norms", action="store_true", help="a kernel for each AdaLN")
     parser.add_argument(
         "--tree-candidates", type=int, default=0, help="blocks per request, planned"
     )
@@ -153,6 +161,8 @@ def main() -> None:
         skinny_linear.MAX_ROWS = 0
     if options.no_dependent_launch:
         launch.dependent_launch = lambda device: False
+    if options.no_fused_norms:
+        flashmap.can_fuse = lambda x, dim: False
     drafter, model, inputs = build(options)
     config, bandwidth = model.config, copy_bandwidth()
     weights = weight_bytes(model)
@@ -160,7 +170,8 @@ def main() -> None:
         f"{torch.cuda.get_device_name(0)}, copy {bandwidth / 1e12:.2f} TB/s, draft weights "
         f"{weights / 1e6:.0f} MB, context attention {model.attention.name}"
     )
-    print("| requests | context | ms | floor ms | times the floor |\n|---|---|---|---|---|")
+    print("| requests | context | ms | floor ms | times the floor | launches |")
+    print("|---|---|---|---|---|---|")
     rows = []
     for context in options.contexts:
         for size in options.batch_sizes:
@@ -170,8 +181,13 @@ def main() -> None:
             batch = inputs.head(size)
             drafter.draft(batch)
             ms = median_ms(lambda size=size: drafter.replay(size), 50)
-            rows.append(dict(requests=size, context=context, ms=ms, floor_ms=floor))
-            print(f"| {size} | {context} | {ms:.3f} | {floor:.3f} | {ms / floor:.2f} |", flush=True)
+            count = launches(drafter, size)
+            row = dict(requests=size, context=context, ms=ms, floor_ms=floor, launches=count)
+            rows.append(row)
+            print(
+                f"| {size} | {context} | {ms:.3f} | {floor:.3f} | {ms / floor:.2f} | {count} |",
+                flush=True,
+            )
     if options.profile:
         profile(drafter, inputs, options.profile)
     if options.json:

@@ -44,6 +44,12 @@ from sglang.kernels.ops.speculative.flashmap.norm import (
     rms_norm_rope_torch,
     rms_norm_torch,
 )
+from sglang.kernels.ops.speculative.flashmap.residual_linear import (
+    add_linear,
+    add_linear_torch,
+    normed_linear,
+    normed_linear_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table, rope_table_torch
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft, sample_draft_torch
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
@@ -142,6 +148,22 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
         size(few, up, wide),
         lambda: skinny_linear(few, up, bias, activation="gelu", out=wide),
         lambda: skinny_linear_torch(few, up, bias, None, None, "gelu", wide),
+    )
+    out_proj, sums = up[:DIM].contiguous(), up.float().sum(dim=1)
+    args_add = (few, out_proj, None, None, None, few, gate)
+    yield Row(
+        "add_linear",
+        size(few, out_proj, few, few),
+        lambda: add_linear(few, out_proj, residual=few, gate=gate),
+        lambda: add_linear_torch(*args_add),
+    )
+    stream, moments = add_linear(few, out_proj, residual=few, gate=gate)
+    args_normed = (stream, moments, up, bias, None, sums, EPS, "gelu", wide)
+    yield Row(
+        "normed_linear gelu",
+        size(few, up, wide, moments),
+        lambda: normed_linear(stream, moments, up, bias, sums, EPS, activation="gelu", out=wide),
+        lambda: normed_linear_torch(*args_normed),
     )
     heads = x.view(tokens, HEADS, HEAD_DIM)
     yield Row(

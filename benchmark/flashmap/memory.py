@@ -75,11 +75,11 @@ def main() -> None:
     info = engine.get_server_info()
     state = info["internal_states"][0]
     found = rows(state["memory_usage"])
-    longest = info["max_req_input_len"]
+    longest = info["max_req_input_len"] - 8  # room for the answer
     tokens = longest if options.prefill is None else min(options.prefill, longest)
     if tokens:
         before = free_gb()
-        prompt = [1000 + i % 1000 for i in range(tokens)]
+        prompt = [1 + i % 100 for i in range(tokens)]
         sampling = dict(temperature=0.0, max_new_tokens=4, ignore_eos=True)
         answer = engine.generate(input_ids=prompt, sampling_params=sampling)
         assert len(answer["output_ids"]) == 4

@@ -60,19 +60,38 @@ def test_logits_equal_the_package(geometry: dict) -> None:
     assert relative_error(logits, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain-norms", "fused"])
+@pytest.mark.parametrize("noise", ["cholesky", "folded"])
+def test_modulations_in_the_weights(
+    noise: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU drafts, a block or four at a time (`fused`) and more."""
+    pair = make_pair()
+    pair.attach(noise=noise)
+    requests = Requests(pair.config)
+    z = pair.seeded_noise(len(PREFIX_LENS))
+    expected = draft_logits(pair, requests, z)
+    before = pair.model.derived_bytes()
+    monkeypatch.setattr(FlashMapDraftModel, "_can_fold_modulation", lambda self: True)
+    monkeypatch.setattr("sglang.srt.models.flashmap.can_fuse", lambda x, dim: fused)
+    pair.attach(noise=noise)
+    assert pair.model.layers[0].mlp.fc1.weight.numel() == 0
+    assert pair.model.derived_bytes() > before
+    assert relative_error(draft_logits(pair, requests, z), expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_hidden_states_equal_the_package(geometry: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every jump: the DiT's output through the head, which ours folds into the LM head."""
     pair = make_pair(**geometry)
     requests = Requests(pair.config)
     ours, theirs = [], []
-    dit = FlashMapDraftModel._dit
 
-    def keep(self, *args):
-        ours.append(dit(self, *args))
-        return ours[-1]
+    def keep(self, stream, jump, out):
+        ours.append(stream.normed(jump.final))
+        return self._head(ours[-1], out=out)
 
-    monkeypatch.setattr(FlashMapDraftModel, "_dit", keep)
+    monkeypatch.setattr(FlashMapDraftModel, "_logits", keep)
     pair.reference.register_forward_hook(lambda module, args, output: theirs.append(output[0]))
     draft_logits(pair, requests, pair.seeded_noise(len(PREFIX_LENS)))
     for b in range(len(PREFIX_LENS)):
@@ -399,7 +418,7 @@ def test_packed_weights_draft_the_same(jumps: int) -> None:
     model.pack_weights()
     layer = model.layers[0]
     assert model.fc.weight.is_mkldnn
-    assert all(product.weight.is_mkldnn for product in model._projection_list())
+    assert all(product.weight.is_mkldnn for product in model.products())
     for weight in (layer.self_attn.q_proj.weight, layer.mlp.fc1.weight):
         assert weight.untyped_storage().nbytes() == 0
     assert relative_error(draft(), plain) < 1e-5 and model.derived_bytes() > 0

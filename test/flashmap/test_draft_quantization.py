@@ -34,7 +34,7 @@ def test_fp8_weights(form: str) -> None:
     # e4m3 is off by 1.8 % on average, in each of two layers' six products.
     assert 1e-3 < relative_error(quantized, plain) < 0.15
     model = pair.model
-    products = model._projection_list()
+    products = model.products()
     assert all(p.weight.dtype == torch.float8_e4m3fn for p in products if p.weight.numel())
     freed = [name for name, p in model.named_parameters() if p.numel() == 0]
     assert len(freed) == 2 + 2 * (2 * 4 + 2) and "x_embed.weight" in freed

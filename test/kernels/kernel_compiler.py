@@ -25,10 +25,12 @@ from sglang.kernels.ops.speculative.flashmap import (
     full_mask,
     noise,
     norm,
+    residual_linear,
     rope,
     sampler,
     skinny_linear,
     slot_choices,
+    stage_inputs,
     tree,
     tree_growth,
     tree_suffix,
@@ -73,6 +75,8 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         *(2, 16, 0.5, HEAD_DIM, 10_000.0),
     )
     rope_table = rope.rope_table_triton(longs, HEAD_DIM, 10_000.0)
+    staged = [longs, longs, longs, torch.zeros(ROWS), ints, torch.zeros(ROWS, 3), longs > 0]
+    stage_inputs.stage_inputs_triton(staged, staged)
     x, weight = torch.zeros(ROWS, DIM, dtype=dtype), torch.zeros(DIM, dtype=dtype)
     heads, head_weight = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM)
     wide = torch.zeros(ROWS, DIM)
@@ -139,6 +143,22 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
             skinny_linear.skinny_linear_triton(
                 x, square, weight, scale, scale[:ROWS], "gelu", out, tiles
             )
+        if dtype.itemsize == 2:
+            launch_residual(dtype, weight_dtype)
+
+
+def launch_residual(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """Both ends of a residual stream, with the default tiles."""
+    narrow, wider = torch.zeros(64, 128).to(weight_dtype), torch.zeros(128, 64).to(weight_dtype)
+    sums = torch.zeros(128)
+    for rows in (16, 64):
+        inner, stream = torch.zeros(rows, 128, dtype=dtype), torch.zeros(rows, 64, dtype=dtype)
+        added, moments = residual_linear.add_linear_triton(
+            inner, narrow, None, sums[:64], None, stream, stream[0]
+        )
+        residual_linear.normed_linear_triton(
+            added, moments, wider, None, sums, sums, 1e-6, "gelu", inner
+        )
 
 
 def launch_verify_attention(dtype: torch.dtype, pool: torch.Tensor, longs: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     full_mask,
     noise,
     norm,
+    residual_linear,
     rope,
     sampler,
     slot_choices,
@@ -29,7 +30,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 22
+    assert len(OPS) == 26
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -70,6 +71,10 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                 ),
                 norm.rms_norm(x, weight, 1e-6),
                 norm.rms_norm_rope(heads_x, head_weight, table, 1e-6),
+                residual_linear.normed_linear(
+                    x, new(2, rows, 1, dtype=torch.float32), new(9, dim), None, new(9), 1e-6
+                ),
+                residual_linear.add_linear(x, new(dim, dim), weight, residual=x, gate=weight)[0],
                 *adaln.adaln(x, x, weight, weight, weight, 1e-6),
                 *adaln.adaln(x, None, None, weight, weight, 1e-6),
                 block_attention.block_self_attention(
@@ -134,5 +139,5 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     context_kv.write_context_kv(kv, weights, table, longs, pool, pool, 1e-6) is None
                 )
             assert all(out.device.type == device for out in outputs)
-            results[device] = [(out.shape, out.dtype) for out in outputs[:39]]
+            results[device] = [(out.shape, out.dtype) for out in outputs[:41]]
     assert results["cuda"] == results["cpu"]

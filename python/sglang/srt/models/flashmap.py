@@ -3,7 +3,8 @@
 The network is the one of ``flashmap.FlashMapDraftModel`` (its tensor names are ours); what is
 computed from it differs only by exact identities, in this order:
 
-1. AdaLN modulations depend on a jump's two times alone: one set per jump, at load.
+1. AdaLN modulations depend on a jump's two times alone: one set per jump, at load. On a GPU those
+   of a single jump become part of the weights behind them (``projection.py``).
 2. A single jump starts from noise ``x0 ~ N(0, I_V)``, read only through ``x0 @ E``, which is
    ``N(0, EᵀE)``: ``z @ Lᵀ`` with ``z ~ N(0, I_H)`` and ``L Lᵀ = EᵀE`` has that law, so no
    vocabulary-wide noise is drawn (or the folded form of it, see ``folded_noise.py``). At ``s = 0``
@@ -29,12 +30,12 @@ from typing import Callable, Iterable, Iterator, Optional, Union
 
 import torch
 import torch.nn.functional as F
-from sglang.kernels.ops.speculative.flashmap.adaln import adaln
 from sglang.kernels.ops.speculative.flashmap.block_attention import block_self_attention
 from sglang.kernels.ops.speculative.flashmap.context_kv import write_context_kv
 from sglang.kernels.ops.speculative.flashmap.fp8_linear import can_quantize
 from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.norm import rms_norm
+from sglang.kernels.ops.speculative.flashmap.residual_linear import can_fuse
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import skinny_linear
 from sglang.srt.arg_groups.refusal import StartRefused
@@ -52,8 +53,10 @@ from sglang.srt.speculative.flashmap.checkpoint import (
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.folded_noise import FoldedNoise, NormedNoise
 from sglang.srt.speculative.flashmap.jump_bank import BankNoise, JumpBank, Prediction
+from sglang.srt.speculative.flashmap.memory import parameter_bytes
 from sglang.srt.speculative.flashmap.noise import Stream, noise_factor
-from sglang.srt.speculative.flashmap.projection import Projection
+from sglang.srt.speculative.flashmap.projection import Modulation, Projection
+from sglang.srt.speculative.flashmap.residual import FusedStream, ModulatedStream
 from torch import nn
 
 # Context rows projected at a time: bounds the (rows, layers · 2 · kv) scratch of a long prefill.
@@ -144,20 +147,8 @@ class LayerProjections:
     fc1: Projection
     fc2: Projection
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.fc1(x, activation="gelu"))
-
     def __iter__(self) -> Iterator[Projection]:
         return iter(getattr(self, field.name) for field in fields(self))
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """AdaLN of one norm at one jump: ``LN(x) * scale1 + shift``, then ``gate`` on the branch."""
-
-    scale1: torch.Tensor
-    shift: torch.Tensor
-    gate: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -169,6 +160,11 @@ class JumpConstants:
     layers: list[tuple[Modulation, Modulation, Modulation]]
     final: Modulation
     noise_gate: torch.Tensor  # (1,) weight of the noise embedding
+
+    def folded(self) -> "JumpConstants":
+        """What is left once projections hold the modulations."""
+        layers = [tuple(modulation.folded() for modulation in layer) for layer in self.layers]
+        return dataclasses.replace(self, layers=layers, final=self.final.folded())
 
 
 @dataclass(frozen=True)
@@ -290,7 +286,10 @@ class FlashMapDraftModel(nn.Module):
         self._fold_head(lm_head[:vocab], lm_head_bias, logit_scale)
         self._jumps = [self._jump_constants(s, t) for s, t in serve.jumps]
         self._uniform = self._uniform_embedding()
+        self._folds_modulation = len(self._jumps) == 1 and self._can_fold_modulation()
         self._project(fp8=serve.draft_quantization == "fp8")
+        if self._folds_modulation:
+            self._jumps = [self._jumps[0].folded()]
         self._folded_noise = self._noise_factor = self._bank = None
         if serve.jump_bank_size:
             self._bank = JumpBank(
@@ -308,6 +307,12 @@ class FlashMapDraftModel(nn.Module):
             self._noise_factor = factor.to(self.dtype)
         if serve.draft_quantization == "fp8":
             self._release_replaced(can_quantize)
+        elif self._folds_modulation:
+            self._release_modulated()
+
+    def _can_fold_modulation(self) -> bool:
+        """A single jump's modulations become part of the weights where a kernel gains by it."""
+        return self.embedding.is_cuda and self.dtype.itemsize == 2
 
     def _draft_ids(self, serve: FlashMapServeConfig) -> Optional[torch.Tensor]:
         """Token ids of the draft vocabulary ``(Vd,)``, or None for the whole vocabulary."""
@@ -369,24 +374,42 @@ class FlashMapDraftModel(nn.Module):
                 "one is float32; pass --dtype bfloat16 or leave it out."
             )
 
-        def of(module: nn.Linear) -> Projection:
-            return Projection.of(module.weight, module.bias, fp8=fp8)
+        def of(
+            weight: torch.Tensor, bias: Optional[torch.Tensor], modulation: Modulation
+        ) -> Projection:
+            if self._folds_modulation:
+                return Projection.modulated(weight, bias, modulation, fp8=fp8)
+            return Projection.of(weight, bias, fp8=fp8)
 
+        jump = self._jumps[0]
         self._projections = [
             LayerProjections(
-                Projection.of(qkv, fp8=fp8),
-                of(layer.self_attn.o_proj),
-                of(layer.cross_attn.q_proj),
-                of(layer.cross_attn.o_proj),
-                of(layer.mlp.fc1),
-                of(layer.mlp.fc2),
+                of(qkv, None, self_mod),
+                Projection.of(layer.self_attn.o_proj.weight, fp8=fp8),
+                of(layer.cross_attn.q_proj.weight, None, cross_mod),
+                Projection.of(layer.cross_attn.o_proj.weight, fp8=fp8),
+                of(layer.mlp.fc1.weight, layer.mlp.fc1.bias, mlp_mod),
+                Projection.of(layer.mlp.fc2.weight, layer.mlp.fc2.bias, fp8=fp8),
             )
-            for layer, qkv in zip(self.layers, self._self_qkv_weights)
+            for layer, qkv, (self_mod, cross_mod, mlp_mod) in zip(
+                self.layers, self._self_qkv_weights, jump.layers
+            )
         ]
         self._context_kv = Projection.of(self._context_kv_weight, fp8=fp8)
-        self._anchor_proj, self._x_embed = of(self.anchor_proj), of(self.x_embed)
-        self._head = Projection.of(self._folded_head, self._folded_bias, fp8=fp8)
+        anchor, state = self.anchor_proj, self.x_embed
+        self._anchor_proj = Projection.of(anchor.weight, anchor.bias, fp8=fp8)
+        self._x_embed = Projection.of(state.weight, state.bias, fp8=fp8)
+        self._head = of(self._folded_head, self._folded_bias, jump.final)
         self._folded_head = self._head.weight
+
+    def _release_modulated(self) -> None:
+        """Free the weights that are kept with a modulation in them."""
+        for layer in self.layers:
+            attention = layer.self_attn
+            modules = [attention.q_proj, attention.k_proj, attention.v_proj]
+            for module in (*modules, layer.cross_attn.q_proj, layer.mlp.fc1):
+                module.weight.data = module.weight.new_empty(0)
+        self._self_qkv_weights = [projections.self_qkv.weight for projections in self._projections]
 
     def _release_replaced(self, replaced: Callable[[torch.Tensor], bool]) -> None:
         """Free the weights of which the products hold another form."""
@@ -486,25 +509,46 @@ class FlashMapDraftModel(nn.Module):
         """Columns of the draft logits, ``Vd``."""
         return self._folded_bias.shape[0]
 
+    def weight_bytes(self) -> int:
+        """Bytes of the checkpoint's tensors, in whatever form they are kept: quantized, packed or
+        with a modulation in them."""
+        return parameter_bytes(self) + self._own_bytes(
+            [*(product for layer in self._projections for product in layer), self._context_kv]
+            + [self._anchor_proj]
+            + ([] if self._x_embed is None else [self._x_embed])
+        )
+
     def derived_bytes(self) -> int:
-        """Bytes of what ``attach_target`` computed and keeps besides the checkpoint."""
+        """Bytes of products of the checkpoint's tensors and the target's."""
+        products = [self._head, Projection(self._uniform)]
+        if self._folded_noise is not None:
+            products.append(self._folded_noise.projection)
+        if self._noise_factor is not None:
+            products.append(Projection(self._noise_factor))
+        bank = self._bank.tensors() if self._bank is not None else []
+        return self._own_bytes(products + [Projection(t) for t in bank])
+
+    def _own_bytes(self, products: list[Projection]) -> int:
+        """Of tensors that are no parameters, each once."""
 
         def address(t: torch.Tensor) -> int:
             return id(t) if t.is_mkldnn else t.data_ptr()
 
-        own = {address(p) for p in self.parameters()}
-        products = [*self._projection_list(), Projection(self._uniform)]
-        if self._noise_factor is not None:
-            products.append(Projection(self._noise_factor))
-        bank = self._bank.tensors() if self._bank is not None else []
-        products += [Projection(t) for t in bank]
+        parameters = {address(p) for p in self.parameters()}
         kept = {address(t): t for product in products for t in product.tensors()}
-        return sum(t.numel() * t.element_size() for at, t in kept.items() if at not in own)
+        return sum(t.numel() * t.element_size() for at, t in kept.items() if at not in parameters)
 
-    def _projection_list(self) -> list[Projection]:
+    def products(self) -> list[Projection]:
+        """What a draft multiplies with, besides a Cholesky factor of its noise."""
         layers = [product for layer in self._projections for product in layer]
-        state = self._x_embed if self._folded_noise is None else self._folded_noise.projection
-        return [*layers, self._context_kv, self._anchor_proj, state, self._head]
+        return [
+            *(*layers, self._context_kv, self._anchor_proj),
+            *(self._input_projection(), self._head),
+        ]
+
+    def _input_projection(self) -> Projection:
+        """What embeds the state or, folded, the noise."""
+        return self._x_embed if self._folded_noise is None else self._folded_noise.projection
 
     # --- context ---------------------------------------------------------------------------
 
@@ -631,8 +675,10 @@ class FlashMapDraftModel(nn.Module):
         if isinstance(noise, BankNoise):
             return self._bank_logits(noise, rope, context, num_candidates, out)
         if len(self._jumps) == 1:
-            x = self._embed_noise(noise)
-            return self._logits(self._dit(x, self._jumps[0], rope, context, num_candidates), out)
+            x, factor = self._noise_input(noise)
+            jump = self._jumps[0]
+            stream = self._dit(x, jump, rope, context, num_candidates, row_scale=factor)
+            return self._logits(stream, jump, out)
         state = noise.float() * self.serve.noise_temperature
         for jump in self._jumps:
             logits = self._jump_logits(state, jump, rope, context, num_candidates, out)
@@ -655,7 +701,7 @@ class FlashMapDraftModel(nn.Module):
                     clean.to(self.dtype), self.state_norm.weight, self.config.rms_norm_eps
                 )
             x = self._mix(posterior, state.to(self.dtype), jump)
-            logits = self._logits(self._dit(x, jump, rope, context, num_candidates), out)
+            logits = self._logits(self._dit(x, jump, rope, context, num_candidates), jump, out)
             if jump.end < 1.0:
                 predictions.append(self._bank.predict(logits, self.draft_ids))
         return logits
@@ -665,16 +711,24 @@ class FlashMapDraftModel(nn.Module):
             return made
         return rope_table(positions, self.config.head_dim, self.config.rope_theta)
 
-    def _embed_noise(self, noise: Union[torch.Tensor, NormedNoise]) -> torch.Tensor:
-        """The embedded input of a single jump: ``(rows, d)``."""
+    def _noise_input(
+        self, noise: Union[torch.Tensor, NormedNoise]
+    ) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Of a single jump: what is embedded ``(rows, width)``, and the product's row factors."""
         if self._folded_noise is not None:
-            return self._folded_noise(noise)
+            normed = self._folded_noise.normed(noise)
+            return normed.draws, normed.factor
         embedded = skinny_linear(noise.to(self.dtype), self._noise_factor)
-        return self._mix(self._uniform, embedded, self._jumps[0])
+        return self._mix(self._uniform, embedded, self._jumps[0]), None
 
-    def _logits(self, hidden: torch.Tensor, out: Optional[torch.Tensor]) -> torch.Tensor:
-        """The folded head: ``(rows, d) -> (rows, Vd)``."""
-        return self._head(hidden, out=out)
+    def _logits(
+        self,
+        stream: Union[ModulatedStream, FusedStream],
+        jump: JumpConstants,
+        out: Optional[torch.Tensor],
+    ) -> torch.Tensor:
+        """The final AdaLN and the folded head: ``(rows, Vd)``."""
+        return stream.read(self._head, jump.final, out=out)
 
     def _jump_logits(self, state, jump, rope, context, num_candidates, out) -> torch.Tensor:
         """One jump from the vocabulary-wide ``state (rows, V)``."""
@@ -688,10 +742,8 @@ class FlashMapDraftModel(nn.Module):
             posterior = rms_norm(
                 clean.to(self.dtype), self.state_norm.weight, self.config.rms_norm_eps
             )
-        hidden = self._dit(
-            self._mix(posterior, embedded, jump), jump, rope, context, num_candidates
-        )
-        return self._logits(hidden, out)
+        x = self._mix(posterior, embedded, jump)
+        return self._logits(self._dit(x, jump, rope, context, num_candidates), jump, out)
 
     def _full_vocabulary(self, probs: torch.Tensor) -> torch.Tensor:
         """Scatter ``(rows, Vd)`` onto the whole vocabulary, 0 outside the draft vocabulary."""
@@ -701,44 +753,47 @@ class FlashMapDraftModel(nn.Module):
         return full.index_copy_(1, self.draft_ids, probs)
 
     def _mix(self, posterior, embedded, jump: JumpConstants) -> torch.Tensor:
+        """The state's and the noise's embedding, ``(rows, H)``."""
         normed = rms_norm(embedded, self.noise_norm.weight, self.config.rms_norm_eps)
-        mixed = posterior + jump.noise_gate * normed
-        return self._x_embed(mixed)
+        return posterior + jump.noise_gate * normed
 
-    def _dit(self, x, jump: JumpConstants, rope, context, num_candidates) -> torch.Tensor:
-        """The DiT on embedded rows ``x (B·N·K, d)``, up to and with the final AdaLN."""
+    def _dit(
+        self, x, jump: JumpConstants, rope, context, num_candidates, row_scale=None
+    ) -> Union[ModulatedStream, FusedStream]:
+        """The DiT on rows ``x (B·N·K, width)`` that its input projection embeds."""
         config = self.config
-        heads, dim, eps = config.num_attention_heads, config.head_dim, config.layer_norm_eps
+        heads, dim = config.num_attention_heads, config.head_dim
         slots = config.block_size
         requests = x.shape[0] // (num_candidates * slots)
-        branch = gate = None
+        fused = self._folds_modulation and can_fuse(x, config.hidden_size)
+        stream = (FusedStream if fused else ModulatedStream).start(
+            self._input_projection(), x, config.layer_norm_eps, row_scale=row_scale
+        )
         layers = zip(self.layers, self._projections, jump.layers)
         for i, (layer, project, (self_mod, cross_mod, mlp_mod)) in enumerate(layers):
-            x, h = adaln(x, branch, gate, self_mod.scale1, self_mod.shift, eps)
             attended = block_self_attention(
-                project.self_qkv(h).view(requests * num_candidates, slots, -1),
+                stream.read(project.self_qkv, self_mod).view(requests * num_candidates, slots, -1),
                 layer.self_attn.q_norm.weight,
                 layer.self_attn.k_norm.weight,
                 rope,
                 config.qk_norm_eps,
                 heads,
             )
-            branch = project.self_o(attended.reshape(-1, heads * dim))
+            stream.add(project.self_o, attended.reshape(-1, heads * dim), self_mod.gate)
 
-            x, h = adaln(x, branch, self_mod.gate, cross_mod.scale1, cross_mod.shift, eps)
+            query = stream.read(project.cross_q, cross_mod)
             attended = self.attention(
-                project.cross_q(h).view(requests, num_candidates * slots, heads, dim),
+                query.view(requests, num_candidates * slots, heads, dim),
                 QueryNorm(layer.cross_attn.q_norm.weight, rope, config.qk_norm_eps),
                 context.key_buffers[i],
                 context.value_buffers[i],
                 context,
             )
-            branch = project.cross_o(attended.reshape(-1, heads * dim))
+            stream.add(project.cross_o, attended.reshape(-1, heads * dim), cross_mod.gate)
 
-            x, h = adaln(x, branch, cross_mod.gate, mlp_mod.scale1, mlp_mod.shift, eps)
-            branch, gate = project.mlp(h), mlp_mod.gate
-        _, h = adaln(x, branch, gate, jump.final.scale1, jump.final.shift, eps)
-        return h
+            inner = stream.read(project.fc1, mlp_mod, activation="gelu")
+            stream.add(project.fc2, inner, mlp_mod.gate)
+        return stream
 
 
 def pool_buffers(pool, num_layers: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -22,6 +22,7 @@ from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import scratch_bytes
 from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices
+from sglang.kernels.ops.speculative.flashmap.stage_inputs import stage_inputs
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan, plan_tree
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_buffers
@@ -61,6 +62,8 @@ class DraftInputs:
 
     @classmethod
     def allocate(cls, size: int, device: torch.device | str) -> "DraftInputs":
+        """Of greedy, inactive requests."""
+
         def zeros(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
@@ -121,10 +124,8 @@ class Drafter:
         if captured is None:
             return self._draft(inputs)
         static = self._inputs.head(captured)
-        for buffer, value in zip(static, inputs):
-            buffer[:size].copy_(value)
-        if captured > size:
-            static.active[size:].zero_()
+        pairs = zip(inputs, static)
+        stage_inputs([value.to(buffer.dtype) for value, buffer in pairs], list(static))
         graph, block = self._graphs[captured]
         graph.replay()
         tree = None if block.tree is None else first_requests(block.tree, size)

@@ -116,11 +116,15 @@ class FoldedNoise:
             )
         )
 
+    def normed(self, noise: Union[torch.Tensor, NormedNoise]) -> NormedNoise:
+        if isinstance(noise, NormedNoise):
+            return noise
+        factor = norm_factor(noise, self.variances, self.gate, self.offset)
+        return NormedNoise(noise.to(self.dtype), factor)
+
     def __call__(self, noise: Union[torch.Tensor, NormedNoise]) -> torch.Tensor:
-        if isinstance(noise, torch.Tensor):
-            factor = norm_factor(noise, self.variances, self.gate, self.offset)
-            noise = NormedNoise(noise.to(self.dtype), factor)
-        return self.projection(noise.draws, row_scale=noise.factor)
+        normed = self.normed(noise)
+        return self.projection(normed.draws, row_scale=normed.factor)
 
 
 def _kept_directions(

@@ -14,9 +14,9 @@ class DraftMemory:
     """Bytes by what they are for."""
 
     weight: int
-    """The checkpoint's tensors, as far as they are kept."""
+    """The checkpoint's tensors, plain, quantized, packed or with modulations folded in."""
     precomputed: int
-    """Products of the draft's weights and the target's, quantized copies, banks."""
+    """Products of the draft's weights and the target's, banks of noise."""
     kvcache: int
     """The pool of the context's keys and values."""
     graph: int

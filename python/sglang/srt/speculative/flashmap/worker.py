@@ -49,7 +49,7 @@ from sglang.srt.speculative.flashmap.draft_filters import draft_filters
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.first_token import FirstTokenSampler
 from sglang.srt.speculative.flashmap.history import TokenHistory
-from sglang.srt.speculative.flashmap.memory import GIB, DraftMemory, parameter_bytes
+from sglang.srt.speculative.flashmap.memory import GIB, DraftMemory
 from sglang.srt.speculative.flashmap.noise import SeedTable
 from sglang.srt.speculative.flashmap.penalties import (
     Penalties,
@@ -218,6 +218,9 @@ class FlashMapWorker(BaseSpecWorker):
             self.target_worker.random_seed,
             default_seed=_DETERMINISTIC_SEED if deterministic else None,
         )
+        # Constant: a greedy step makes none of these anew.
+        self._greedy_inputs = DraftInputs.allocate(self._req_to_token.shape[0], self.device)
+        self._greedy_inputs.active.fill_(1)
         self._history = TokenHistory(*self._req_to_token.shape, self.device)
         self._drafter = Drafter(
             model=self.draft_model,
@@ -256,7 +259,7 @@ class FlashMapWorker(BaseSpecWorker):
         """What the draft takes of the device, its graphs as far as they are captured."""
         graph = self._additional_graph_memory_usage.get("flashmap_draft", 0.0)
         return DraftMemory(
-            weight=parameter_bytes(self.draft_model),
+            weight=self.draft_model.weight_bytes(),
             precomputed=self.draft_model.derived_bytes(),
             kvcache=self._drafter.pool_bytes(),
             graph=int(graph * GIB),
@@ -468,16 +471,17 @@ class FlashMapWorker(BaseSpecWorker):
     ) -> DraftInputs:
         size = bonus.shape[0]
         info = batch.sampling_info
-        if info is None or info.is_all_greedy:
-            temperatures = torch.zeros(size, dtype=torch.float32, device=bonus.device)
-        else:
-            temperatures = torch.where(greedy_rows(info), 0.0, row_temperatures(info))
-        return DraftInputs(
+        inputs = dataclasses.replace(
+            self._greedy_inputs.head(size),
             anchors=bonus,
             seq_lens=batch.seq_lens.to(torch.int64),
             rows=batch.req_pool_indices.to(torch.int64),
-            temperatures=temperatures,
-            active=torch.ones(size, dtype=torch.int32, device=bonus.device),
+        )
+        if info is None or info.is_all_greedy:
+            return inputs
+        return dataclasses.replace(
+            inputs,
+            temperatures=torch.where(greedy_rows(info), 0.0, row_temperatures(info)),
             filters=draft_filters(info, size, bonus.device),
             chain=rules.chain(size, bonus.device),
         )

@@ -1,4 +1,4 @@
-"""What the launchers ask of the device: its multiprocessors, and whether it converts e4m3."""
+"""What the launchers ask of the device: its size, and whether it converts e4m3."""
 
 import functools
 
@@ -11,6 +11,14 @@ def sm_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may take; Hopper's elsewhere (Triton's interpreter)."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @functools.cache

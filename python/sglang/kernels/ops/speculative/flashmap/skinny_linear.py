@@ -27,7 +27,7 @@ from typing import List, NamedTuple, Optional
 import torch
 import triton
 import triton.language as tl
-from sglang.kernels.ops.speculative.flashmap.device import sm_count
+from sglang.kernels.ops.speculative.flashmap.device import shared_bytes, sm_count
 from sglang.kernels.ops.speculative.flashmap.launch import (
     launch_dependents,
     launch_options,
@@ -57,8 +57,13 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def default_tiles(rows: int, out_features: int, in_features: int, sms: int) -> Tiles:
-    """About one program an SM, each with as few bytes of ``x`` as of weights."""
+def default_tiles(
+    rows: int, out_features: int, in_features: int, sms: int, shared: int = 227 << 10
+) -> Tiles:
+    """About one program an SM, each with as few bytes of ``x`` as of weights.
+
+    ``shared``: bytes of shared memory that a program may take (99 kB on Ada).
+    """
     if rows <= 16:
         block_n = 32 if out_features >= 32 * sms else 16
         return Tiles(block_n, 512, 1, 4, num_warps=4, num_stages=3)
@@ -67,7 +72,8 @@ def default_tiles(rows: int, out_features: int, in_features: int, sms: int) -> T
     splits = 1
     while splits < _MAX_SPLITS and 2 * splits * tiles <= sms and in_features >= 1024 * splits:
         splits *= 2
-    return Tiles(block_n, 128, splits, 1, num_warps=4, num_stages=4)
+    # A stage holds 64 rows of both sides, 32 kB in 16 bits.
+    return Tiles(block_n, 128, splits, 1, num_warps=4, num_stages=4 if shared >= 128 << 10 else 3)
 
 
 def skinny_linear_torch(
@@ -109,13 +115,33 @@ def _prefetch(address):
 
 
 @triton.jit
+def _row_moments(moments_ptr, m, rows, K, eps, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """Mean and ``1 / sqrt(variance + eps)`` of rows ``m`` from those of ``PARTS`` equal parts."""
+    part = tl.arange(0, BLOCK_PARTS)
+    mask = (part < PARTS)[None, :]
+    entry = moments_ptr + m[:, None] * PARTS + part[None, :]
+    means = tl.load(entry, mask=mask, other=0.0)
+    squares = tl.load(entry + rows * PARTS, mask=mask, other=0.0)
+    mean = tl.sum(means, 1) / PARTS
+    apart = tl.where(mask, means - mean[:, None], 0.0)
+    # Chan's sum of squares: those inside the parts and those of the parts' means.
+    total = tl.sum(squares + apart * apart * (K / PARTS), 1)
+    return mean, tl.rsqrt(total / K + eps)
+
+
+@triton.jit
 def _skinny_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
     scale_ptr,
     row_scale_ptr,
+    residual_ptr,
+    gate_ptr,
+    moments_ptr,
+    column_sums_ptr,
     out_ptr,
+    moments_out_ptr,
     partial_ptr,
     arrived_ptr,
     rows,
@@ -124,10 +150,15 @@ def _skinny_kernel(
     N,
     K,
     share,
+    eps,
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_MOMENTS_OUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
     GELU: tl.constexpr,
     SPLITS: tl.constexpr,
     WARPS_K: tl.constexpr,
@@ -153,6 +184,8 @@ def _skinny_kernel(
             _prefetch(address.to(tl.int64))
     wait_for_inputs(DEPENDENT)
     m = tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
+    if PARTS > 0:
+        mean, inverse_std = _row_moments(moments_ptr, m, rows, K, eps, PARTS, BLOCK_PARTS)
     if WARPS_K == 1:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         weight_row = weight_ptr + n_read.to(tl.int64)[:, None] * weight_stride
@@ -200,6 +233,9 @@ def _skinny_kernel(
         tl.store(arrived_ptr + tl.program_id(0), 0)
     if HAS_SCALE:
         acc *= tl.load(scale_ptr + n_read)[:, None]
+    if PARTS > 0:
+        acc -= tl.load(column_sums_ptr + n_read)[:, None] * mean[None, :]
+        acc *= inverse_std[None, :]
     if HAS_ROW_SCALE:
         acc *= tl.load(row_scale_ptr + m)[None, :]
     if HAS_BIAS:
@@ -210,7 +246,20 @@ def _skinny_kernel(
         y = (0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))).to(dtype)
     row = tl.arange(0, BLOCK_M)
     mask = (n < N)[:, None] & (row < rows)[None, :]
+    if HAS_RESIDUAL:
+        gate = tl.load(gate_ptr + n_read).to(tl.float32)[:, None]
+        residual = tl.load(residual_ptr + m[None, :] * N + n_read[:, None]).to(tl.float32)
+        y = (residual + (gate * y.to(tl.float32)).to(dtype).to(tl.float32)).to(dtype)
     tl.store(out_ptr + row[None, :] * N + n[:, None], y, mask=mask)
+    if HAS_MOMENTS_OUT:
+        # Every tile is whole: N is a multiple of BLOCK_N.
+        y = y.to(tl.float32)
+        tile_mean = tl.sum(y, 0) / BLOCK_N
+        centered = y - tile_mean[None, :]
+        moments = moments_out_ptr + row * tl.num_programs(0) + tl.program_id(0)
+        tl.store(moments, tile_mean, mask=row < rows)
+        squares = tl.sum(centered * centered, 0)
+        tl.store(moments + rows * tl.num_programs(0), squares, mask=row < rows)
 
 
 @functools.cache
@@ -229,7 +278,29 @@ def scratch_bytes(device: torch.device) -> int:
     return sum(buffer.nbytes for buffer in _scratch(device))
 
 
-def skinny_linear_triton(
+class Extras(NamedTuple):
+    """What a launch does besides the product, see ``residual_linear.py``; None: nothing."""
+
+    residual: Optional[torch.Tensor] = None
+    """``(T, N)`` contiguous, with ``gate (N,)``: the result is ``residual + gate · y``."""
+    gate: Optional[torch.Tensor] = None
+    moments_out: Optional[torch.Tensor] = None
+    """``(2, T, parts)`` float32, of the result in parts of ``moments_block_n`` columns."""
+    moments: Optional[torch.Tensor] = None
+    """``(2, T, parts)`` float32, of ``x``: its rows are normed, with ``column_sums (N,)``."""
+    column_sums: Optional[torch.Tensor] = None
+    eps: float = 0.0
+
+
+_NO_EXTRAS = Extras()
+
+
+def moments_block_n(rows: int) -> int:
+    """Output features of a tile that leaves moments; does not depend on the device."""
+    return 16 if rows <= 16 else 64
+
+
+def launch_skinny(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: Optional[torch.Tensor],
@@ -238,31 +309,52 @@ def skinny_linear_triton(
     activation: str,
     out: torch.Tensor,
     tiles: Optional[List[int]] = None,
+    extras: Extras = _NO_EXTRAS,
 ) -> None:
-    """Launcher of :func:`skinny_linear`; ``tiles`` overrides the fields of :class:`Tiles`."""
+    """Launch the kernel; ``tiles`` overrides the fields of :class:`Tiles`."""
     rows, in_features = x.shape
     out_features = weight.shape[0]
     assert rows <= MAX_ROWS, f"at most {MAX_ROWS} rows, got {rows}"
     assert weight.shape == (out_features, in_features)
     assert weight.dtype == x.dtype or (scale is not None and weight.dtype == torch.float8_e4m3fn)
     assert x.stride(1) == 1 and weight.stride(1) == 1
-    for vector, size in ((bias, out_features), (scale, out_features), (row_scale, rows)):
+    residual, gate, moments_out, moments, column_sums, eps = extras
+    for vector, size in (
+        (bias, out_features),
+        (scale, out_features),
+        (row_scale, rows),
+        (gate, out_features),
+        (column_sums, out_features),
+    ):
         assert vector is None or (vector.shape == (size,) and vector.is_contiguous())
     assert activation in ACTIVATIONS
     assert out.shape == (rows, out_features) and out.is_contiguous() and out.dtype == x.dtype
+    assert residual is None or (residual.shape == out.shape and residual.is_contiguous())
+    assert (residual is None) == (gate is None) and (moments is None) == (column_sums is None)
     if rows == 0:
         return
     t = (
-        default_tiles(rows, out_features, in_features, sm_count(x.device))
+        default_tiles(
+            rows, out_features, in_features, sm_count(x.device), shared_bytes(x.device)
+        )
         if tiles is None
         else Tiles(*tiles)
     )
+    if moments_out is not None:
+        t = t._replace(block_n=moments_block_n(rows))
     partial, arrived = _scratch(x.device)
     block_m = max(triton.next_power_of_2(rows), _MIN_TILE)
     programs = triton.cdiv(out_features, t.block_n)
     if t.splits > 1:
         needed = programs * t.splits * t.block_n * block_m
         assert programs <= _MAX_TILES and needed <= _MAX_PARTIAL, t
+    parts = 0
+    if moments is not None:
+        parts = moments.shape[2]
+        assert moments.shape == (2, rows, parts) and moments.is_contiguous()
+    if moments_out is not None:
+        assert out_features % t.block_n == 0 and moments_out.is_contiguous()
+        assert moments_out.shape == (2, rows, programs), moments_out.shape
     share = triton.cdiv(triton.cdiv(in_features, t.block_k), t.splits) * t.block_k
     _skinny_kernel[(programs, t.splits)](
         x,
@@ -270,7 +362,12 @@ def skinny_linear_triton(
         bias if bias is not None else x,
         scale if scale is not None else x,
         row_scale if row_scale is not None else x,
+        residual if residual is not None else x,
+        gate if gate is not None else x,
+        moments if moments is not None else x,
+        column_sums if column_sums is not None else x,
         out,
+        moments_out if moments_out is not None else out,
         partial,
         arrived,
         rows,
@@ -279,10 +376,15 @@ def skinny_linear_triton(
         out_features,
         in_features,
         share,
+        eps,
         EVEN_K=in_features % t.block_k == 0,
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
         HAS_ROW_SCALE=row_scale is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_MOMENTS_OUT=moments_out is not None,
+        PARTS=parts,
+        BLOCK_PARTS=triton.next_power_of_2(max(parts, 1)),
         GELU=activation == "gelu",
         SPLITS=t.splits,
         WARPS_K=t.warps_k,
@@ -294,6 +396,20 @@ def skinny_linear_triton(
         num_stages=t.num_stages,
         **launch_options(x.device),
     )
+
+
+def skinny_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    scale: Optional[torch.Tensor],
+    row_scale: Optional[torch.Tensor],
+    activation: str,
+    out: torch.Tensor,
+    tiles: Optional[List[int]] = None,
+) -> None:
+    """Launcher of :func:`skinny_linear`; ``tiles`` overrides the fields of :class:`Tiles`."""
+    launch_skinny(x, weight, bias, scale, row_scale, activation, out, tiles)
 
 
 def _fake_skinny_linear(
