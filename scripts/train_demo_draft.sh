@@ -1,11 +1,13 @@
 #!/bin/sh
 # How the shipped draft of the demo target was trained, on one GPU:
-#   scripts/train_demo_draft.sh data SECONDS   answers of the target, by three processes at once
-#   scripts/train_demo_draft.sh base SECONDS   the one-jump baseline; run again to go on
+#   scripts/train_demo_draft.sh data SECONDS   answers to turns the target writes, by three processes at once
+#   scripts/train_demo_draft.sh asks SECONDS   answers to prompts from templates, likewise
+#   scripts/train_demo_draft.sh base SECONDS   the one-jump baseline on `data`; run again to go on
+#   scripts/train_demo_draft.sh more SECONDS   the same from there on `data` and `asks`: the draft that is shipped
 #   scripts/train_demo_draft.sh flow SECONDS   stage 1
 #   scripts/train_demo_draft.sh map SECONDS    stage 2, from the flow's release
-# RUN is the folder of everything (run); steps are set by BASE_STEPS, FLOW_STEPS, MAP_STEPS, whose learning
-# rates come down by then; SECONDS stops a run early and still writes its release. A small model leaves a GPU
+# RUN is the folder of everything (run); steps are set by BASE_STEPS, MORE_STEPS, FLOW_STEPS, MAP_STEPS, whose
+# learning rates come down by then; SECONDS stops a run early and still writes its release. A small model leaves a GPU
 # idle between launches, so `base` beside `flow` and then `map` cost little more than alone.
 set -eu
 cd "$(dirname "$0")/.."
@@ -17,8 +19,9 @@ mkdir -p "$RUN"
 name=smollm2-135m-instruct
 sizes="--hidden-size 384 --layers 3 --cond-dim 64 --block-size 8"
 common="--target $TARGET --target-name $name --batch-size ${BATCH:-64} --anchors 32
-    --max-length 512 --remember --seconds $seconds --release-early --validate-every 500 ${MORE:-}"
+    --max-length 512 --remember --seconds $seconds --release-early --validate-every ${VALIDATE_EVERY:-500} ${ARGUMENTS:-}"
 data=$(ls -d "$RUN"/data.*/ 2>/dev/null || true)
+asks=$(ls -d "$RUN"/asks.*/ 2>/dev/null || true)
 
 case $what in
 data)
@@ -30,9 +33,26 @@ data)
     wait
     tail -n 2 "$RUN"/data.*.log
     ;;
+asks)
+    engine='{"mem_fraction_static": 0.9, "max_total_tokens": 400000, "max_running_requests": 1024, "disable_radix_cache": true,
+        "cuda_graph_bs_decode": [64, 256, 512, 1024], "sampling_backend": "pytorch"}'
+    for part in 1 2 3; do
+        "$PYTHON" scripts/make_prompts.py --count "${COUNT:-48000}" --part "$part/3" --output "$RUN/asks.$part.jsonl"
+        "$PYTHON" scripts/make_data.py --target "$TARGET" --target-name "$name" --output "$RUN/asks.$part" --seed "1$part" \
+            --prompts "$RUN/asks.$part.jsonl" --sampler "${SAMPLER:-engine}" --engine-arguments "$engine" \
+            --batch-size 4096 --max-new-tokens 256 --max-length 512 --temperatures 0 0.6 1 --seconds "$seconds" \
+            2>"$RUN/asks.$part.log" &
+    done
+    wait
+    tail -n 2 "$RUN"/asks.*.log
+    ;;
 base)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/base" --stage one-jump \
         --labels target --lr 2e-3 --steps "${BASE_STEPS:-3700}"
+    ;;
+more)
+    "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/more" --stage one-jump \
+        --init "$RUN/base/release" --labels target --lr 1.5e-3 --slot-decay 3 --steps "${MORE_STEPS:-5300}"
     ;;
 flow)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/flow" --stage flow \
@@ -43,7 +63,7 @@ map)
         --init "$RUN/flow/release" --data-weight 0.5 --labels target --lr 1e-3 --steps "${MAP_STEPS:-1300}"
     ;;
 *)
-    echo "error: $what is none of data, base, flow, map." >&2
+    echo "error: $what is none of data, asks, base, more, flow, map." >&2
     exit 1
     ;;
 esac
