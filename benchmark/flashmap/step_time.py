@@ -5,7 +5,8 @@
 
 ``compare`` starts one engine per mode on one GPU, all at once (starting takes longest), then lets
 them measure one after another while the others idle; ``run`` measures a single mode. A mode is
-``plain``, ``flashmap``, ``tree`` (8 candidates, W 17) or ``dflash``, with ``/BACKEND`` for an
+``plain``, ``flashmap``, ``tree`` (8 candidates, W 17), ``grown`` (1 candidate and 8 choices a slot,
+W 17) or ``dflash``, with ``/BACKEND`` for an
 attention backend, ``:N`` for a simulated accept length of N (upstream's SGLANG_SIMULATE_ACC_LEN)
 and ``@T`` for a sampling temperature, in this order. Weights are random, so without a
 simulated length nearly nothing is accepted. ``table`` prints the results in ``--out``.
@@ -34,6 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import shapes  # noqa: E402
 from turn import alone, await_turn, give_turns, start  # noqa: E402
 
+TREES = {
+    "tree": dict(speculative_flashmap_tree_candidates=8, speculative_num_draft_tokens=17),
+    "grown": dict(
+        speculative_flashmap_tree_candidates=1,
+        speculative_flashmap_tree_choices=8,
+        speculative_num_draft_tokens=17,
+    ),
+}
+
 
 def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
     arguments = dict(
@@ -55,15 +65,13 @@ def engine_arguments(options: argparse.Namespace, folder: Path) -> dict:
     )
     if options.attention_backend:
         arguments["attention_backend"] = options.attention_backend
-    if options.mode in ("flashmap", "tree"):
+    if options.mode in ("flashmap", *TREES):
         arguments |= dict(
             speculative_algorithm="FLASHMAP",
             speculative_draft_model_path=shapes.write(folder / "flashmap", shapes.FLASHMAP),
             speculative_draft_load_format="dummy",
         )
-        if options.mode == "tree":
-            arguments["speculative_flashmap_tree_candidates"] = 8
-            arguments["speculative_num_draft_tokens"] = 17
+        arguments |= TREES.get(options.mode, {})
         if options.verify_width:
             arguments["speculative_num_draft_tokens"] = options.verify_width
     elif options.mode == "dflash":
@@ -251,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("run", help="measure one mode")
-    one.add_argument("--mode", choices=("plain", "flashmap", "tree", "dflash"), required=True)
+    one.add_argument("--mode", choices=("plain", "flashmap", *TREES, "dflash"), required=True)
     one.add_argument("--out", required=True)
     one.add_argument("--label")
     one.add_argument("--accept-length", type=float, default=0.0, help="simulate this accept length")
