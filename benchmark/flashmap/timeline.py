@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from turn import alone  # noqa: E402
 
 ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")
 FIRST_OF_A_STEP = "_draft_rows_kernel"
@@ -100,13 +101,14 @@ def record(options: argparse.Namespace) -> Path:
         prompts = [[first + i] * options.context for i in range(options.requests)]
         engine.generate(input_ids=prompts, sampling_params=sampling | {"max_new_tokens": tokens})
 
-    decode(options.tokens, 1000)
     old = set(out.glob("**/*.trace.json.gz"))
-    engine.start_profile(
-        output_dir=str(out), activities=["GPU"], with_stack=False, record_shapes=False
-    )
-    decode(3 * options.steps + 10, 2000)
-    engine.stop_profile()
+    with alone():
+        decode(options.tokens, 1000)
+        engine.start_profile(
+            output_dir=str(out), activities=["GPU"], with_stack=False, record_shapes=False
+        )
+        decode(3 * options.steps + 10, 2000)
+        engine.stop_profile()
     engine.shutdown()
     return next(iter(set(out.glob("**/*.trace.json.gz")) - old))
 
