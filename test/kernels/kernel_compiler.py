@@ -130,7 +130,7 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         tokens, probs = slot_choices.slot_choices_triton(logits, ids, torch.zeros(1), count)
         grown = tree.TreePlan.empty(1, width, tokens.device).tensors()
         tree_growth.grow_tree_triton(longs[:1], tokens, probs, longs[None], longs[:1] > 0, grown)
-    path, _ = tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
+    path, _, _ = tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
     for pool_dtype in pool_dtypes:
         pool = torch.zeros(9, KV_HEADS, HEAD_DIM).to(pool_dtype)
         accepted_kv.move_accepted_triton([pool], plan.tokens, path)

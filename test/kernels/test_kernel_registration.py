@@ -115,8 +115,11 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     sampler.sample_draft(x, None, new(rows, dtype=torch.float32), longs, longs)
                 )
                 assert outputs[-1].shape == (rows,) and outputs[-1].dtype == torch.int64
-                path, num_correct = tree_walk.walk_tree(*(new(rows, 9, dtype=torch.int64),) * 4, 5)
+                path, num_correct, committed = tree_walk.walk_tree(
+                    *(new(rows, 9, dtype=torch.int64),) * 4, 5
+                )
                 assert path.shape == (rows, 5) and path.dtype == torch.int32
+                assert committed.shape == (rows, 5) and committed.dtype == torch.int64
                 assert num_correct.shape == (rows,) and num_correct.dtype == torch.int64
                 assert (
                     accepted_kv.move_accepted(pool, new(rows, 9, dtype=torch.int64), path) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 import tree_oracle
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan, plan_tree
-from sglang.kernels.ops.speculative.flashmap.tree_walk import path_tokens, walk_tree
+from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree
 
 # (candidates, slots, width, alphabet)
 SHAPES = {
@@ -33,9 +33,8 @@ def test_walk_is_the_walk_over_parents(shape: tuple, launch: Callable) -> None:
     plans, chosen = make(shape, rows=300)
     depth = shape[1] + 1
     args = (plans.tokens, plans.first_child, plans.next_sibling, chosen, depth)
-    path, num_correct = walk_tree(*args)
+    path, num_correct, committed = results = walk_tree(*args)
     assert path.dtype == torch.int32 and num_correct.dtype == torch.int64
-    committed = path_tokens(path, chosen).tolist()
     for row in range(300):
         tokens, parents, picks = (x[row].tolist() for x in (plans.tokens, plans.parents, chosen))
         expected = tree_oracle.walk(tokens, parents, picks)
@@ -43,10 +42,10 @@ def test_walk_is_the_walk_over_parents(shape: tuple, launch: Callable) -> None:
         assert path[row].tolist() == expected + end
         assert num_correct[row] == len(expected) - 1
         drafts = [tokens[node] for node in expected[1:]]
-        assert committed[row] == [*drafts, picks[expected[-1]], *(0 for _ in end)]
+        assert committed[row].tolist() == [*drafts, picks[expected[-1]], *(0 for _ in end)]
     assert num_correct.float().mean() > 0.5
     few = [x[:40] if isinstance(x, torch.Tensor) else x for x in args]
-    for actual, reference in zip(launch("tree_walk.walk_tree", *few), (path, num_correct)):
+    for actual, reference in zip(launch("tree_walk.walk_tree", *few), results, strict=True):
         assert actual.dtype == reference.dtype and torch.equal(actual, reference[:40])
 
 
@@ -54,7 +53,7 @@ def test_a_whole_block_is_accepted(launch: Callable) -> None:
     plans, _ = make(SHAPES["chain"], rows=1)
     chosen = plans.tokens.roll(-1, dims=1)
     args = (plans.tokens, plans.first_child, plans.next_sibling, chosen, 6)
-    for path, num_correct in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
+    for path, num_correct, _ in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
         assert path.tolist() == [[0, 1, 2, 3, 4, 5]] and num_correct.tolist() == [5]
 
 
@@ -62,7 +61,7 @@ def test_padding_is_not_reached(launch: Callable) -> None:
     """Padding holds token 0, and here the target chooses nothing else."""
     plans, chosen = make(SHAPES["padded"], rows=6)
     args = (plans.tokens, plans.first_child, plans.next_sibling, chosen * 0, 4)
-    for path, num_correct in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
+    for path, num_correct, _ in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
         assert path.tolist() == [[0, -1, -1, -1]] * 6 and not num_correct.any()
 
 
@@ -70,14 +69,14 @@ def test_a_path_ends_at_depth(launch: Callable) -> None:
     plans, _ = make(SHAPES["chain"], rows=2)
     chosen = plans.tokens.roll(-1, dims=1)
     args = (plans.tokens, plans.first_child, plans.next_sibling, chosen, 3)
-    for path, num_correct in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
+    for path, num_correct, _ in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
         assert path.tolist() == [[0, 1, 2]] * 2 and num_correct.tolist() == [2, 2]
 
 
 def test_empty_batch(launch: Callable) -> None:
     none = torch.zeros(0, 5, dtype=torch.int64)
-    for path, num_correct in (
+    for path, num_correct, committed in (
         walk_tree(none, none, none, none, 4),
         launch("tree_walk.walk_tree", none, none, none, none, 4),
     ):
-        assert path.shape == (0, 4) and num_correct.shape == (0,)
+        assert path.shape == committed.shape == (0, 4) and num_correct.shape == (0,)

@@ -9,6 +9,7 @@ to be in place (chains) nothing moves.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,13 @@ from sglang.srt.speculative.flashmap.verify import Accepted
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+
+
+@functools.cache
+def first_rows(batch: int, width: int, device: torch.device) -> torch.Tensor:
+    """The rows of anchors in verify windows of ``width`` rows: ``(batch,)`` int64, kept for
+    good."""
+    return torch.arange(0, batch * width, width, device=device)
 
 
 class Committer:
@@ -53,8 +61,7 @@ class Committer:
         if (path := accepted.path) is not None:
             self._move_kv(window.verify_cache_loc_2d, path)
             depth = path.shape[1]
-            first = torch.arange(0, batch * width, width, device=path.device)
-            rows = path.clamp_min(0) + first[:, None]
+            rows = path.clamp_min(0) + first_rows(batch, width, path.device)[:, None]
             hidden = hidden.index_select(0, rows.view(-1))
             cache_loc = cache_loc[:, :depth].contiguous()
             positions = positions[:, :depth]

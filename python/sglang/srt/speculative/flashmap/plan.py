@@ -15,6 +15,7 @@ The rule depends on the request alone, so that a seeded request is answered the 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,13 @@ class StepRules:
         """Requests whose verify tree is candidate 0 alone, ``(B,)`` bool."""
         if self.rejected is not None:
             return self.rejected
-        return torch.full((size,), self.rejection > 0, device=device)
+        return _same(self.rejection > 0, size, device)
+
+
+@functools.cache
+def _same(value: bool, size: int, device: torch.device) -> torch.Tensor:
+    """``(size,)`` bool, kept for good."""
+    return torch.full((size,), value, device=device)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ import torch
 from sglang.kernels.ops.speculative.flashmap.noise import uniform_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
-from sglang.kernels.ops.speculative.flashmap.tree_walk import path_tokens, walk_tree
+from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree
 from sglang.srt.speculative.flashmap.noise import ROWS_PER_ANCHOR, Stream
 from sglang.srt.speculative.flashmap.target_probs import (
     is_filtered,
@@ -110,10 +110,10 @@ def accept_greedy(drafts: torch.Tensor, target_tokens: torch.Tensor) -> Accepted
 def accept_walk(tree: TreePlan, chosen: torch.Tensor, num_drafts: int) -> Accepted:
     """The walk along ``chosen (B, W)``, the target's token after each node, ``γ`` drafts at
     most."""
-    path, num_correct = walk_tree(
+    path, num_correct, tokens = walk_tree(
         tree.tokens, tree.first_child, tree.next_sibling, chosen, num_drafts + 1
     )
-    return Accepted(num_correct, path_tokens(path, chosen), path)
+    return Accepted(num_correct, tokens, path)
 
 
 def draw_nodes(

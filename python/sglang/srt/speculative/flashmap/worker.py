@@ -43,7 +43,7 @@ from sglang.srt.speculative.dspark_components.dspark_kv_inject import TargetHidd
 from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
 from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.attention import select_context_attention
-from sglang.srt.speculative.flashmap.commit import Committer
+from sglang.srt.speculative.flashmap.commit import Committer, first_rows
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.draft_filters import draft_filters
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
@@ -60,7 +60,11 @@ from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.processors import process_block
 from sglang.srt.speculative.flashmap.statistics import TreeStatistics
 from sglang.srt.speculative.flashmap.target import TargetVerifier
-from sglang.srt.speculative.flashmap.target_probs import greedy_rows, row_temperatures
+from sglang.srt.speculative.flashmap.target_probs import (
+    greedy_rows,
+    is_filtered,
+    row_temperatures,
+)
 from sglang.srt.speculative.flashmap.verify import Accepted
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -377,8 +381,9 @@ class FlashMapWorker(BaseSpecWorker):
         accepted = self._acceptor.accept(batch, rules, draft, block, logits)
         if block.tree is not None:
             self._statistics.launch(block.tree, rules, list(batch.reqs))
-        self._record(penalties, prefix_lens + 1, accepted.tokens)
-        commit_lens = (accepted.num_correct + 1).to(torch.int32)
+        self._record(penalties, prefix_lens, accepted.tokens, after=1)
+        commit_lens = torch.empty_like(accepted.num_correct, dtype=torch.int32)
+        torch.add(accepted.num_correct, 1, out=commit_lens)
         new_seq_lens = prefix_lens + commit_lens
         if batch.return_logprob:
             self._compute_logprobs(batch, output, accepted)
@@ -415,8 +420,7 @@ class FlashMapWorker(BaseSpecWorker):
             )
             return
         size, width = len(tokens), self.serve.verify_width
-        first = torch.arange(0, size * width, width, device=path.device)
-        rows = torch.where(path < 0, -1, path + first[:, None])
+        rows = torch.where(path < 0, -1, path + first_rows(size, width, path.device)[:, None])
         # The last entry takes what lies after the ends of paths.
         chosen = tokens.new_zeros(size * width + 1)
         chosen[rows] = tokens
@@ -458,13 +462,18 @@ class FlashMapWorker(BaseSpecWorker):
             process_block(logits, batch, block=block.tokens, path=block.path)
 
     def _record(
-        self, penalties: Optional[Penalties], starts: torch.Tensor, tokens: torch.Tensor
+        self,
+        penalties: Optional[Penalties],
+        lens: torch.Tensor,
+        tokens: torch.Tensor,
+        after: int = 0,
     ) -> None:
-        """Remember output ``tokens (B, n)`` from positions ``starts (B,)`` on, if any counts."""
+        """Remember output ``tokens (B, n)`` from positions ``lens (B,) + after`` on, if any
+        counts."""
         if penalties is not None and penalties.counted is not None:
             who = penalties.counted
-            tokens = tokens.to(starts.device)[who.index]
-            self._history.write(who.rows, starts[who.index].to(torch.int64), tokens)
+            starts = lens[who.index].to(torch.int64) + after
+            self._history.write(who.rows, starts, tokens.to(lens.device)[who.index])
 
     def _draft_inputs(
         self, batch: "ScheduleBatch", bonus: torch.Tensor, rules: StepRules
@@ -479,9 +488,12 @@ class FlashMapWorker(BaseSpecWorker):
         )
         if info is None or info.is_all_greedy:
             return inputs
+        filters = inputs.filters
+        if is_filtered(info):
+            filters = draft_filters(info, size, bonus.device)
         return dataclasses.replace(
             inputs,
             temperatures=torch.where(greedy_rows(info), 0.0, row_temperatures(info)),
-            filters=draft_filters(info, size, bonus.device),
+            filters=filters,
             chain=rules.chain(size, bonus.device),
         )

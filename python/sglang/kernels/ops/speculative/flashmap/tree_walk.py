@@ -31,7 +31,7 @@ def walk_tree_torch(
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reference of :func:`walk_tree`."""
 
     def at(values: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def walk_tree_torch(
         node = torch.where(node >= 0, at(follow, node), -1)
         path.append(node)
     path = torch.cat(path, dim=1)
-    return path.int(), (path > 0).sum(dim=1)
+    return path.int(), (path > 0).sum(dim=1), at(chosen, path) * (path >= 0)
 
 
 @triton.jit
@@ -58,6 +58,7 @@ def _walk_tree_kernel(
     chosen_ptr,
     path_ptr,
     num_correct_ptr,
+    committed_ptr,
     width,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,6 +75,7 @@ def _walk_tree_kernel(
     path = tl.where(position == 0, 0, -1)
     num_correct = tl.full((), 0, tl.int64)
     chosen = tl.load(chosen_ptr)
+    committed = tl.where(position == 0, chosen, 0)
     child = tl.load(first_child_ptr)
     while (child >= 0) & (num_correct < DEPTH - 1):
         token = tl.load(tokens_ptr + child)
@@ -82,11 +84,13 @@ def _walk_tree_kernel(
             num_correct += 1
             path = tl.where(position == num_correct, child.to(tl.int32), path)
             chosen = tl.load(chosen_ptr + child)
+            committed = tl.where(position == num_correct, chosen, committed)
             child = tl.load(first_child_ptr + child)
         else:
             child = sibling
     tl.store(path_ptr + request * DEPTH + position, path, mask=position < DEPTH)
     tl.store(num_correct_ptr + request, num_correct)
+    tl.store(committed_ptr + request * DEPTH + position, committed, mask=position < DEPTH)
 
 
 def walk_tree_triton(
@@ -95,27 +99,26 @@ def walk_tree_triton(
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launcher of :func:`walk_tree`."""
     batch, width = tokens.shape
     for x in (tokens, first_child, next_sibling, chosen):
         assert x.shape == (batch, width) and x.dtype == torch.int64 and x.is_contiguous()
-    path, num_correct = _fake_walk_tree(tokens, first_child, next_sibling, chosen, depth)
+    outputs = _fake_walk_tree(tokens, first_child, next_sibling, chosen, depth)
     if batch:
         _walk_tree_kernel[(batch,)](
             tokens,
             first_child,
             next_sibling,
             chosen,
-            path,
-            num_correct,
+            *outputs,
             width,
             DEPTH=depth,
             BLOCK=triton.next_power_of_2(depth),
             num_warps=1,
             **launch_options(tokens.device),
         )
-    return path, num_correct
+    return outputs
 
 
 def _fake_walk_tree(
@@ -124,10 +127,11 @@ def _fake_walk_tree(
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, device = tokens.shape[0], tokens.device
     path = torch.empty((batch, depth), dtype=torch.int32, device=device)
-    return path, torch.empty((batch,), dtype=torch.int64, device=device)
+    num_correct = torch.empty((batch,), dtype=torch.int64, device=device)
+    return path, num_correct, torch.empty_like(path, dtype=torch.int64)
 
 
 _walk_tree_op = register_custom_op(
@@ -144,7 +148,7 @@ def walk_tree(
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor]:
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The path from each root along ``chosen``; no step waits for the device.
 
     Args:
@@ -154,16 +158,10 @@ def walk_tree(
         depth: most nodes on a path, the root included: ``K + 1`` for trees of ``K`` drafts.
 
     Returns:
-        ``path (B, depth)`` int32, node indices from the root on, -1 after the end; and
-        ``num_correct (B,)`` int64, the accepted drafts: the nodes of the path but for the root.
+        ``path (B, depth)`` int32, node indices from the root on, -1 after the end;
+        ``num_correct (B,)`` int64, the accepted drafts: the nodes of the path but for the root;
+        and ``committed (B, depth)`` int64, the tokens chosen along the path: accepted drafts, then
+        the target's own, 0 after the end.
     """
     implementation = _walk_tree_op if tokens.is_cuda else walk_tree_torch
     return implementation(tokens, first_child, next_sibling, chosen, depth)
-
-
-def path_tokens(path: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Committed tokens ``(B, depth)`` int64 along ``path``: accepted drafts, then the target's own.
-
-    ``path`` and ``chosen`` are those of :func:`walk_tree`; 0 after the end of a path.
-    """
-    return chosen.gather(1, path.clamp_min(0).long()) * (path >= 0)
