@@ -35,6 +35,8 @@ SHAPES = {
     "W2": ToyServer(width=2),
     "one-slot": ToyServer(block_size=1, width=3),
     "whole-trie": ToyServer(candidates=4, block_size=3, width=13, seed=1),
+    "grown": ToyServer(candidates=1, choices=3, width=7),
+    "grown-from-two": ToyServer(candidates=2, choices=2, width=6, seed=1),
 }
 
 
@@ -61,28 +63,36 @@ def test_match_on_other_trees(server: ToyServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "width, block, sampling",
+    "width, choices, block, sampling",
     [
-        (2, True, "plain"),
-        (3, False, "everything"),
-        (6, True, "everything"),
-        (6, False, "all-filters"),
-        (6, True, "cold"),
-        (3, True, "penalties"),
+        (2, 0, True, "plain"),
+        (3, 0, False, "everything"),
+        (6, 0, True, "everything"),
+        (6, 0, False, "all-filters"),
+        (6, 0, True, "cold"),
+        (3, 0, True, "penalties"),
+        (6, 2, True, "everything"),
     ],
-    ids=lambda value: {False: "token-wise", True: "block-wise"}.get(value, str(value)),
+    ids=lambda value: {False: "token-wise", True: "block-wise"}[value]
+    if isinstance(value, bool)
+    else str(value),
 )
 def test_rejection_on_chains_of_a_server_of_trees(
-    width: int, block: bool, sampling: str
+    width: int, choices: int, block: bool, sampling: str
 ) -> None:
-    server = ToyServer(width=width, tree_temperature=0.0, block_verification=block)
+    server = ToyServer(
+        width=width, choices=choices, tree_temperature=0.0, block_verification=block
+    )
     found = distance(server, SAMPLINGS[sampling])
     assert found.is_noise, found
 
 
-def test_a_batch_of_all_rules() -> None:
+@pytest.mark.parametrize(
+    "candidates, choices", [(3, 0), (1, 2)], ids=["votes", "grown"]
+)
+def test_a_batch_of_all_rules(candidates: int, choices: int) -> None:
     """Every third request is greedy, every third samples on a tree, every third on a chain."""
-    server = ToyServer(tree_temperature=0.7)
+    server = ToyServer(candidates=candidates, choices=choices, tree_temperature=0.7)
     kinds = torch.arange(DRAWS) % 3
     temperatures, top_ks = [1.0, 0.6, 1.3], [1, NO_TOP_K, 4]
     info = sampling_info(
@@ -94,7 +104,7 @@ def test_a_batch_of_all_rules() -> None:
     for kind, sampling in ((1, Sampling(0.6)), (2, Sampling(1.3, top_k=4))):
         found = Distance.of(texts[kinds == kind], server.joint(sampling, LENGTH))
         assert found.is_noise, (sampling, found)
-        assert 0.2 < (steps[0].num_correct[kinds == kind] > 0).double().mean() < 0.95
+        assert 0.2 < (steps[0].num_correct[kinds == kind] > 0).double().mean() < 0.97
 
 
 def test_trees_accept_more_than_chains_when_cold() -> None:
@@ -120,6 +130,7 @@ def test_a_seeded_text_is_the_same_whatever_was_drafted(sampling: str) -> None:
                 ToyServer(width=2),
                 ToyServer(candidates=2, block_size=1, width=2),
                 ToyServer(candidates=6, block_size=2, width=9),
+                ToyServer(candidates=1, choices=4, width=9),
             )
         )
     )

@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 import torch
 from sampling_fields import requests_of, sampling_info
+from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree
+from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.drafter import DraftBlock
@@ -90,11 +92,13 @@ class Sampling:
 
 @dataclass
 class ToyServer:
-    """`candidates` blocks of `block_size` drafts, verified `width` rows at a time."""
+    """`candidates` blocks of `block_size` drafts, verified `width` rows at a time; trees grow from
+    `choices` tokens of each slot, or are cut by votes."""
 
     block_size: int = 2
     width: int = 5
     candidates: int = 3
+    choices: int = 0
     tree_temperature: float = 10.0
     block_verification: bool = False
     seed: int = 0
@@ -120,6 +124,7 @@ class ToyServer:
             draft_vocab_size=0,
             block_verification=self.block_verification,
             tree_candidates=self.candidates,
+            tree_choices=self.choices,
             tree_budget=1 << 40,
             tree_temperature=self.tree_temperature,
         )
@@ -173,7 +178,14 @@ class ToyServer:
         scores = logits / temperatures.view(-1, 1, 1).clamp_min(1e-6)
         scores -= torch.empty_like(scores).exponential_(generator=self._generator).log()
         tokens = scores.argmax(-1).view(size, self.candidates, self.block_size)
-        tree = plan_tree(anchors, tokens, self.width, rules.chain(size, tokens.device))
+        chain = rules.chain(size, tokens.device)
+        if self.choices:
+            slots = logits.view(size, self.candidates, self.block_size, VOCAB)
+            likely, probs = slot_choices(slots, None, temperatures, self.choices)
+            block = tokens[:, 0].contiguous()
+            tree = grow_tree(anchors, likely, probs, block, self.width, chain)
+        else:
+            tree = plan_tree(anchors, tokens, self.width, chain)
         draft = DraftBlock(tokens[:, 0], logits[:, : self.block_size], tree)
         return draft, VerifyBlock.of_tree(tree)
 
