@@ -132,10 +132,12 @@ def test_draft_inputs() -> None:
     """A request drafts at its own temperature: the argmax when greedy, never a division by zero."""
     info = sampling_info([0.7, 1.0, 0.0], top_ks=[NO_TOP_K, 1, NO_TOP_K])
     batch, *_ = make_step(info, 3)
-    anchors = torch.tensor([7, 8, 9])
+    anchors, greedy = torch.tensor([7, 8, 9]), DraftInputs.allocate(4, "cpu")
+    greedy.active.fill_(1)
 
     def inputs_of(batch: SimpleNamespace) -> DraftInputs:
         worker = FlashMapWorker.__new__(FlashMapWorker)
+        worker._greedy_inputs = greedy
         rules = StepRules.of(batch, make_acceptor()._serve)
         return worker._draft_inputs(batch, anchors, rules)
 
