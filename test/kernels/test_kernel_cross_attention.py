@@ -138,3 +138,11 @@ def test_slots_past_two_to_the_31_elements(launch: Callable) -> None:
     )
     actual = launch("cross_attention.paged_cross_attention", q, pool, pool, table, *args[4:])
     assert_near(actual, exact_attention(*args))
+
+
+def test_arrival_counters_are_left_at_zero(launch: Callable) -> None:
+    """A second launch, with another number of splits, finds the counters as the first one did."""
+    args = make_args(torch.float32, lens=[150, 64, 257])
+    for splits in (5, 2, 5):
+        actual = launch("cross_attention.paged_cross_attention", *args, splits=splits)
+        assert_near(actual, exact_attention(*args))

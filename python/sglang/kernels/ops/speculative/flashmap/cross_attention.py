@@ -6,16 +6,18 @@ group join them: the kernel's query tile is made of these rows, and the context 
 of them instead of once a block.
 
 Few requests would leave most of the GPU idle, so the context is split: each split keeps a running
-softmax over its chunk and writes a normalised partial output with its log-sum-exp, and a second
-kernel merges ``out = sum_s 2**(lse_s - max) out_s / sum_s 2**(lse_s - max)``. How many splits there
-are depends on shapes and on the device only; how long a chunk is comes from ``lens`` in the kernel,
-and short contexts leave the last splits idle. The launch is therefore the same for every step of a
-captured graph.
+softmax over its chunk and writes a normalised partial output with its log-sum-exp. The program of a
+tile that arrives last merges them in their order, so that results are reproducible: ``out = sum_s
+2**(lse_s - max) out_s / sum_s 2**(lse_s - max)``; it puts the tile's counter back to 0 for the next
+launch. A context of one chunk needs no merge. How many splits there are depends on shapes and on
+the device only; how long a chunk is comes from ``lens`` in the kernel, and short contexts leave the
+last splits idle. The launch is therefore the same for every step of a captured graph.
 
 Rounding: scores, softmax and outputs accumulate in float32; unnormalised probabilities are rounded
 to the queries' dtype before the second product. float32 inputs use IEEE products (no TF32).
 """
 
+import functools
 from typing import NamedTuple, Optional
 
 import torch
@@ -35,11 +37,13 @@ from sglang.srt.utils.custom_op import register_custom_op
 # A split shorter than this costs more in the merge than it gains.
 _MIN_CHUNK = 64
 _MAX_SPLITS = 64
+# Tiles of queries that a launch with splits may have.
+_MAX_TILES = 4096
 _LOG2_E = 1.4426950408889634
 
 
 class _Tiles(NamedTuple):
-    """Tile sizes and launch options of the split kernel, by query rows and dtype."""
+    """Tile sizes and launch options of the kernel, by query rows and dtype."""
 
     block_m: int
     block_n: int
@@ -98,7 +102,7 @@ def _chunk(length, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _split_kernel(
+def _attend_kernel(
     q_ptr,
     key_ptr,
     value_ptr,
@@ -108,7 +112,9 @@ def _split_kernel(
     norm_weight_ptr,
     rope_ptr,
     out_ptr,
+    partial_ptr,
     lse_ptr,
+    arrived_ptr,
     eps,
     q_batch_stride,
     q_row_stride,
@@ -127,6 +133,8 @@ def _split_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     launch_dependents(DEPENDENT)
@@ -142,8 +150,9 @@ def _split_kernel(
     chunk = _chunk(length, SPLITS, MIN_CHUNK, BLOCK_N)
     start = split * chunk
     end = tl.minimum(start + chunk, length)
+    used = tl.maximum(tl.cdiv(length, chunk), 1)
     if SPLITS > 1:
-        if start >= length:
+        if split >= used:
             return
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     query = row // GROUP
@@ -189,45 +198,53 @@ def _split_kernel(
 
     out_row = (b * QUERIES + query) * HEADS + head
     if SPLITS > 1:
-        out_row = out_row * SPLITS + split
-        tl.store(lse_ptr + out_row, peak + tl.log2(total), mask=query < QUERIES)
-    out = out_ptr + out_row[:, None] * D + d[None, :]
-    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_q)
+        if used > 1:
+            entry = out_row * SPLITS
+            in_rows = query < QUERIES
+            tl.store(lse_ptr + entry + split, peak + tl.log2(total), mask=in_rows)
+            partial = partial_ptr + entry[:, None] * D + d[None, :]
+            tl.store(partial + split * D, acc, mask=in_q)
+            tl.debug_barrier()  # all of the part is stored before it counts as arrived
+            tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            arrived = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel", scope="gpu")
+            if arrived != used - 1:
+                return
+            tl.store(arrived_ptr + tile, 0)
+            part = tl.arange(0, BLOCK_SPLITS)
+            lse = tl.load(
+                lse_ptr + entry[:, None] + part[None, :],
+                mask=in_rows[:, None] & (part < used)[None, :],
+                other=float("-inf"),
+                cache_modifier=".cg",
+            )
+            peak = tl.where(in_rows, tl.max(lse, 1), 0.0)
+            total = tl.sum(tl.exp2(lse - peak[:, None]), 1)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            for first in range(0, used, TOGETHER):
+                for i in tl.static_range(TOGETHER):
+                    live = in_rows & (first + i < used)
+                    one = tl.load(
+                        lse_ptr + entry + first + i,
+                        mask=live,
+                        other=float("-inf"),
+                        cache_modifier=".cg",
+                    )
+                    out = tl.load(
+                        partial + (first + i) * D,
+                        mask=in_q & live[:, None],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    acc += out * tl.exp2(one - peak)[:, None]
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    merged = out_ptr + out_row[:, None] * D + d[None, :]
+    tl.store(merged, acc.to(out_ptr.dtype.element_ty), mask=in_q)
 
 
-@triton.jit
-def _merge_kernel(
-    partial_ptr,
-    lse_ptr,
-    lens_ptr,
-    out_ptr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    launch_dependents(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    # Programs: (query and head, request).
-    b = tl.program_id(1).to(tl.int64)
-    row = b * ROWS + tl.program_id(0)
-    length = tl.load(lens_ptr + b).to(tl.int32)
-    used = tl.cdiv(length, _chunk(length, SPLITS, MIN_CHUNK, BLOCK_N))
-    split = tl.arange(0, BLOCK_SPLITS)
-    d = tl.arange(0, BLOCK_D)
-    lse = tl.load(lse_ptr + row * SPLITS + split, mask=split < used, other=float("-inf"))
-    peak = tl.where(used > 0, tl.max(lse, 0), 0.0)
-    weight = tl.exp2(lse - peak)
-    mask = (split < used)[:, None] & (d < D)[None, :]
-    partial = partial_ptr + (row * SPLITS + split)[:, None] * D + d[None, :]
-    out = tl.sum(tl.load(partial, mask=mask, other=0.0) * weight[:, None], 0)
-    total = tl.sum(weight, 0)
-    out = out / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+@functools.cache
+def _arrival_counters(device: torch.device) -> torch.Tensor:
+    """One a tile, 0 between launches; kept for good, because captured graphs use them."""
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def paged_cross_attention_triton(
@@ -272,10 +289,11 @@ def paged_cross_attention_triton(
         partial_shape = (batch, queries, heads, splits)
         partial = torch.empty((*partial_shape, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(partial_shape, dtype=torch.float32, device=q.device)
+        assert programs <= _MAX_TILES, f"{programs} tiles of queries cannot share their context"
     else:
         partial = lse = out
     block_d = triton.next_power_of_2(head_dim)
-    _split_kernel[(triton.cdiv(rows, tiles.block_m), batch * kv_heads, splits)](
+    _attend_kernel[(triton.cdiv(rows, tiles.block_m), batch * kv_heads, splits)](
         q,
         key_buffer,
         value_buffer,
@@ -284,8 +302,10 @@ def paged_cross_attention_triton(
         lens,
         norm_weight if norm_weight is not None else q,
         rope if rope is not None else q,
+        out,
         partial,
         lse,
+        _arrival_counters(q.device),
         eps,
         q.stride(0),
         q.stride(1),
@@ -304,26 +324,12 @@ def paged_cross_attention_triton(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_D=block_d,
+        BLOCK_SPLITS=triton.next_power_of_2(splits),
+        TOGETHER=4 if tiles.block_m <= 32 else 1,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **launch_options(q.device),
     )
-    if splits > 1:
-        _merge_kernel[(queries * heads, batch)](
-            partial,
-            lse,
-            lens,
-            out,
-            ROWS=queries * heads,
-            D=head_dim,
-            SPLITS=splits,
-            MIN_CHUNK=_MIN_CHUNK,
-            BLOCK_N=tiles.block_n,
-            BLOCK_SPLITS=triton.next_power_of_2(splits),
-            BLOCK_D=block_d,
-            num_warps=2,
-            **launch_options(q.device),
-        )
     return out
 
 
