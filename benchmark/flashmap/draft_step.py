@@ -136,6 +136,19 @@ def launches(drafter: Drafter, size: int) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in result.events())
 
 
+def check(drafter: Drafter, inputs: DraftInputs) -> None:
+    """Print how far our products and fused norms are from the library's and plain ones."""
+    fused, most = flashmap.can_fuse, skinny_linear.MAX_ROWS
+    for size in (1, 4):
+        batch = inputs.head(size)
+        ours = drafter._draft(batch).logits.float()
+        flashmap.can_fuse, skinny_linear.MAX_ROWS = (lambda x, dim: False), 0
+        theirs = drafter._draft(batch).logits.float()
+        flashmap.can_fuse, skinny_linear.MAX_ROWS = fused, most
+        error = float((ours - theirs).norm() / theirs.norm())
+        print(f"{size} requests: relative difference of the logits {error:.1e}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="where to save the rows")
@@ -154,6 +167,7 @@ def main() -> None:
         "--tree-candidates", type=int, default=0, help="blocks per request, planned"
     )
     parser.add_argument("--tree-budget", type=int, default=32, help="blocks per batch")
+    parser.add_argument("--check", action="store_true", help="compare logits with the library's")
     parser.add_argument("--profile", help="write a torch profiler table of one draft here")
     options = parser.parse_args()
     # What a server decides by the device, so that each can be measured without the other.
@@ -165,6 +179,10 @@ def main() -> None:
         flashmap.can_fuse = lambda x, dim: False
     drafter, model, inputs = build(options)
     config, bandwidth = model.config, copy_bandwidth()
+    if options.check:
+        inputs.seq_lens.fill_(min(options.contexts))
+        with torch.inference_mode():
+            check(drafter, inputs)
     weights = weight_bytes(model)
     print(
         f"{torch.cuda.get_device_name(0)}, copy {bandwidth / 1e12:.2f} TB/s, draft weights "
