@@ -24,6 +24,7 @@ from train.card import acceptance_table, write_card
 from train.draft_config import FlashMapConfigError, read_config
 from train.features import load_tokenizer
 from train.overlap import seen_shares
+from train.pictures import load_pyplot
 from train.prompts import HELD_OUT, Prompt, first_of_each_domain, read_prompts
 from train.sampling import engine_available
 from train.token_file import TokenFiles
@@ -94,23 +95,25 @@ def evaluate(
         overall[f"{heat:g}"] = total
     return {
         "verify_width": width,
+        "arguments": speculative_arguments(options.engine_arguments),
         "max_new_tokens": options.max_new_tokens,
         "overall": overall,
         "domains": entries,
     }
 
 
+def speculative_arguments(engine_arguments: str) -> dict[str, Any]:
+    """Those of the JSON `engine_arguments` that say how drafts are made and verified."""
+    given = json.loads(engine_arguments)
+    return {name: value for name, value in given.items() if name.startswith("speculative_")}
+
+
 def draw(path: Path, evaluations: dict[str, dict[str, Any]]) -> bool:
     """A picture of drafts' `evaluations` by name: acceptance of each slot, and accept lengths by
     domain, a line or bar for each draft and temperature. False without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print("no matplotlib, no plot: pip install matplotlib", file=sys.stderr)
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     runs = []
     for name, evaluation in evaluations.items():
         for heat in evaluation["overall"]:
@@ -163,9 +166,11 @@ def measure(draft: Path, prompts: list[Prompt], options: argparse.Namespace) -> 
 def record(folder: Path, evaluation: dict[str, Any]) -> None:
     """Writes evaluation.json, the picture and, in a release folder, the card."""
     folder.mkdir(parents=True, exist_ok=True)
+    numbers = folder / "evaluation.json"
+    numbers.write_text(json.dumps(evaluation, indent=1) + "\n")
     if draw(folder / "acceptance.png", {folder.name: evaluation}):
         evaluation["plot"] = "acceptance.png"
-    (folder / "evaluation.json").write_text(json.dumps(evaluation, indent=1) + "\n")
+        numbers.write_text(json.dumps(evaluation, indent=1) + "\n")
     if (folder / "training.json").exists():
         write_card(folder)
 

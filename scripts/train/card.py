@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from train.pictures import load_pyplot
+
 _RECIPE_WORDS = {
     "steps": "steps",
     "batch_size": "conversations a batch",
@@ -75,7 +77,11 @@ def card(config: dict, record: dict, evaluation: dict | None, drawn: bool) -> st
     if drawn:
         lines += ["", "![loss and accept length over the steps](curves.png)"]
     if evaluation:
-        lines += ["", "## Acceptance with the server", *acceptance_table(evaluation)]
+        flags = {"speculative_num_draft_tokens": evaluation["verify_width"]}
+        flags |= evaluation.get("arguments", {})
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        lines += ["", "## Acceptance with the server", f"With `{words}`:", ""]
+        lines += acceptance_table(evaluation)
         if evaluation.get("plot"):
             lines += ["", f"![acceptance of each slot, and its histogram]({evaluation['plot']})"]
     return "\n".join(lines) + "\n"
@@ -124,13 +130,9 @@ def acceptance_table(evaluation: dict[str, Any], slots: int | None = None) -> li
 
 def draw_curves(path: Path, runs: list[dict[str, Any]]) -> bool:
     """A picture of the runs' losses and accept lengths; False without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
     for run in runs:
         name = run["recipe"]["stage"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ class Engine:
 
 def test_histograms_become_accept_lengths_and_slots() -> None:
     prompts = [Prompt([1], "code"), Prompt([2], "code"), Prompt([3], "chat")]
-    options = argparse.Namespace(temperatures=[0.0, 1.0], max_new_tokens=8)
+    options = argparse.Namespace(
+        temperatures=[0.0, 1.0], max_new_tokens=8, engine_arguments="{}"
+    )
     engine = Engine([[1, 1, 2], [1], []])
     result = eval_draft.evaluate(engine, prompts, 3, options)
     assert engine.temperatures == [0.0] * 3 + [1.0] * 3
@@ -50,7 +53,9 @@ def test_histograms_become_accept_lengths_and_slots() -> None:
 def evaluations() -> dict[str, dict[str, Any]]:
     """Of two drafts that were verified three and two wide."""
     prompts = [Prompt([1], "code"), Prompt([2], "chat")]
-    options = argparse.Namespace(temperatures=[0.0, 1.0], max_new_tokens=8)
+    options = argparse.Namespace(
+        temperatures=[0.0, 1.0], max_new_tokens=8, engine_arguments="{}"
+    )
     return {
         "long": eval_draft.evaluate(Engine([[1, 1, 2], [1]]), prompts, 3, options),
         "short": eval_draft.evaluate(Engine([[2, 2], [1, 1]]), prompts, 2, options),
@@ -82,6 +87,19 @@ def test_plot_shows_slots_and_domains_of_every_draft(
     assert bars["short, T = 1"] == pytest.approx(lengths)
     assert [tick.get_text() for tick in right.get_xticklabels()] == ["chat", "code", "all"]
     assert (tmp_path / "drafts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_broken_matplotlib_costs_no_numbers(
+    tmp_path: Path,
+    evaluations: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", object())
+    eval_draft.record(tmp_path, evaluations["long"])
+    saved = json.loads((tmp_path / "evaluation.json").read_text())
+    assert saved["overall"] == evaluations["long"]["overall"] and "plot" not in saved
+    assert "no plot: matplotlib cannot be loaded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -117,7 +135,7 @@ def test_ngrams_tell_windows_apart() -> None:
 
 def test_held_out_prompts_cover_five_domains() -> None:
     lines = [json.loads(line) for line in eval_draft.HELD_OUT.read_text().splitlines()]
-    assert Counter(line["domain"] for line in lines) == dict.fromkeys(
-        ("chat", "code", "math", "copying", "multilingual"), 20
-    )
-    assert len({line["prompt"] for line in lines}) == 100
+    count = Counter(line["domain"] for line in lines)
+    assert set(count) == {"chat", "code", "math", "copying", "multilingual"}
+    # More than a hundred, of which a few may be in the data.
+    assert len({line["prompt"] for line in lines}) == len(lines) > 110 and min(count.values()) > 20
