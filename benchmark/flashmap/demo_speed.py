@@ -2,6 +2,8 @@
 
     python benchmark/flashmap/demo_speed.py                # the demo model and its shipped draft
     python benchmark/flashmap/demo_speed.py --target DIR --draft DIR --widths 5 9
+    python benchmark/flashmap/demo_speed.py --widths 9 17 --arguments \
+        '{"speculative_flashmap_tree_candidates": 1, "speculative_flashmap_tree_choices": 8}'
 
 One request at a time, on a GPU where there is one. The held-out prompts of scripts/eval_draft.py go
 to the plain engine and then to FLASHMAP, so that what else the machine does falls on both. Seconds
@@ -47,6 +49,7 @@ def start(width: int | None, options: argparse.Namespace) -> EngineProcess:
             speculative_draft_model_path=str(options.draft),
             speculative_num_draft_tokens=width,
         )
+        arguments |= json.loads(options.arguments)
         if options.draft_vocab_size is not None:
             arguments["speculative_flashmap_draft_vocab_size"] = options.draft_vocab_size
     environment = {"OMP_NUM_THREADS": str(options.threads)} if options.threads else {}
@@ -131,6 +134,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, help="default: the demo model")
     parser.add_argument("--draft", type=Path, default=DRAFT)
     parser.add_argument("--widths", type=int, nargs="+", default=[None], help="verify widths")
+    parser.add_argument("--arguments", default="{}", help="JSON of FLASHMAP's engine arguments")
     parser.add_argument("--draft-vocab-size", type=int)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")

@@ -4,7 +4,8 @@
     python benchmark/flashmap/verify_attention.py --only splitkv    without sglang
     python benchmark/flashmap/verify_attention.py --check           against the float64 reference
     python benchmark/flashmap/verify_attention.py --tune --json out/tune.json
-    python benchmark/flashmap/verify_attention.py --crossover out/verify.json   no GPU needed
+    python benchmark/flashmap/verify_attention.py --crossover out/verify.json   no GPU needed, nor
+        for --plot beside it
 
 Heads of Qwen3-8B (32 queries, 8 keys, 128 wide), bfloat16, slots scattered over the pool one by
 one (``--ordered``: one after the other). A time is that of CUDA graph replays between two events;
@@ -607,7 +608,10 @@ def main() -> None:
     parser.add_argument("--plot", help="where to draw time over context")
     args = parser.parse_args()
     if args.crossover:
-        print(crossover(json.loads(Path(args.crossover).read_text())))
+        rows = json.loads(Path(args.crossover).read_text())
+        print(crossover(rows))
+        if args.plot:
+            plot(rows, args.plot)
         return
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU and none is visible")

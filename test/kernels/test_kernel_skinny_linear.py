@@ -10,6 +10,7 @@ import torch
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
     Tiles,
     default_tiles,
+    half_linear,
     skinny_linear,
 )
 
@@ -90,6 +91,21 @@ def test_eight_bit_weights_and_row_factors(tiles: Tiles, launch_and_args: Callab
     kernel = run(launch_and_args, x, quantized, bias, tiles=tiles, **factors)
     for y in (kernel, skinny_linear(x, quantized, bias, **factors)):
         assert_rounded_once(y, exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("factors", [True, False], ids=["factors", "plain"])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_more_rows_keep_the_product_in_16_bits(factors: bool, activation: str) -> None:
+    x, weight, bias = operands(72, 40, 192, torch.bfloat16)
+    scale, row_scale = (torch.rand(40) + 0.5, torch.rand(72) + 0.5) if factors else (None, None)
+    exact = x.double() @ weight.double().T
+    exact = exact * scale * row_scale[:, None] if factors else exact
+    exact = exact + bias.double()
+    exact = torch.nn.functional.gelu(exact) if activation == "gelu" else exact
+    out = torch.empty(72, 40, dtype=torch.bfloat16)
+    half_linear(x, weight, bias, scale, row_scale, activation, out)
+    # Rounded as a product, as a sum and by the activation.
+    torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])

@@ -467,7 +467,37 @@ def skinny_linear(
         return y if out is None else out.copy_(y)
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
-    skinny = x.is_cuda and 0 < x.shape[0] <= MAX_ROWS and x.element_size() == 2
-    implementation = _skinny_linear_op if skinny else skinny_linear_torch
-    implementation(x, weight, bias, scale, row_scale, activation, out)
+    half = x.is_cuda and x.element_size() == 2
+    if half and 0 < x.shape[0] <= MAX_ROWS:
+        _skinny_linear_op(x, weight, bias, scale, row_scale, activation, out)
+    elif half and weight.dtype == x.dtype:
+        half_linear(x, weight, bias, scale, row_scale, activation, out)
+    else:
+        skinny_linear_torch(x, weight, bias, scale, row_scale, activation, out)
     return out
+
+
+def half_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    scale: Optional[torch.Tensor],
+    row_scale: Optional[torch.Tensor],
+    activation: str,
+    out: torch.Tensor,
+) -> None:
+    """``skinny_linear`` of 16 bits by the library, its product in 16 bits too.
+
+    Factors are applied to the rounded product: in float32 throughout, the product of 256 rows
+    alone took 92 us of a step, and another 30 to widen the weights.
+    """
+    if scale is None and row_scale is None:
+        skinny_linear_torch(x, weight, bias, None, None, activation, out)
+        return
+    torch.mm(x, weight.T, out=out)
+    y = out.float()
+    for factor in (scale, None if row_scale is None else row_scale[:, None]):
+        y = y if factor is None else y * factor
+    out.copy_(y if bias is None else y + bias)
+    if activation == "gelu":
+        torch.ops.aten.gelu.out(out, out=out)
