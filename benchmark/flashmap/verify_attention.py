@@ -22,6 +22,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import multiprocessing
 import sys
 import time
@@ -413,18 +414,24 @@ def compare(args: argparse.Namespace) -> list[dict]:
 def crossover(rows: list[dict]) -> dict[tuple[int, int], dict[tuple[bool, int], int]]:
     """`UP_TO` of srt/layers/attention/verify_crossover.py, for a GPU's full set of rows.
 
-    The largest batch up to which, at every context, split-KV takes at most 5 % longer than the
-    fastest other column; 0 if there is none.
+    The largest batch up to which, at every context, split-KV takes at most 10 % longer than the
+    fastest other column, and less on geometric average; 0 if there is none.
     """
     table: dict[tuple[int, int], dict[tuple[bool, int], int]] = {}
-    for row in sorted(rows, key=lambda row: row["batch"], reverse=True):
+    ratios: dict[tuple, dict[int, list[float]]] = {}
+    for row in rows:
         others = [row[name] for name in COLUMNS[1:] if name in row]
-        shape = row["tree"], row["length"] * HEADS // KV_HEADS
-        known = table.setdefault(tuple(row["capability"]), {})
-        known.setdefault(shape, row["batch"])
-        if "splitkv" not in row or not others or row["splitkv"] > 1.05 * min(others):
-            smaller = {r["batch"] for r in rows if r["batch"] < row["batch"]}
-            known[shape] = max(smaller, default=0)
+        missing = "splitkv" not in row or not others
+        key = tuple(row["capability"]), row["tree"], row["length"] * HEADS // KV_HEADS
+        ratio = float("inf") if missing else row["splitkv"] / min(others)
+        ratios.setdefault(key, {}).setdefault(row["batch"], []).append(ratio)
+    for (capability, tree, query_rows), by_batch in ratios.items():
+        upto = {
+            most: [r for batch, some in by_batch.items() if batch <= most for r in some]
+            for most in by_batch
+        }
+        best = [m for m, some in upto.items() if max(some) <= 1.1 and math.prod(some) < 1]
+        table.setdefault(capability, {})[tree, query_rows] = max(best, default=0)
     return table
 
 

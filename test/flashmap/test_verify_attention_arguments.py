@@ -125,7 +125,7 @@ def test_a_name_that_contradicts_the_flag_is_refused(resolve: Callable) -> None:
         resolve(attention_backend="triton_splitkv", **{FIELD: "backend"})
 
 
-def test_crossover_takes_the_next_measured_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crossover_takes_measured_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {(9, 0): {(True, 68): 64, (True, 260): 4, (False, 68): 0}}
     monkeypatch.setattr(verify_crossover, "UP_TO", table)
 
@@ -134,7 +134,8 @@ def test_crossover_takes_the_next_measured_shape(monkeypatch: pytest.MonkeyPatch
             capability, tree=tree, rows=rows, head_dim=head_dim, requests=requests
         )
 
-    assert prefers() and prefers(rows=17) and prefers(requests=500)
-    assert prefers(rows=100, requests=4) and not prefers(rows=100, requests=5)
-    assert not prefers(tree=False, requests=1) and not prefers(rows=261)
+    assert prefers() and prefers(rows=52) and prefers(requests=500)
+    assert prefers(rows=200, requests=4) and not prefers(rows=200, requests=5)
+    assert not any(prefers(rows=rows, requests=1) for rows in (17, 69, 190, 261))
+    assert not prefers(tree=False, requests=1)
     assert not prefers(capability=(8, 0)) and not prefers(head_dim=64)
