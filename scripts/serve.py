@@ -35,6 +35,11 @@ from fork.upstream_wheel import sha256
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 10
+SHIPPED_DRAFT_ARGUMENTS = (
+    *("--speculative-flashmap-tree-candidates", "1", "--speculative-flashmap-tree-choices", "8"),
+    *("--speculative-num-draft-tokens", "17"),
+)
+"""How the demo target's draft serves best: docs/benchmarks.md, "On a CPU"."""
 
 
 def check_port(host: str, port: int) -> None:
@@ -204,9 +209,10 @@ def main() -> int:
         target = options.model_path
         if target is None:
             target = last_line([str(python), str(checkout.root / "scripts" / "demo_target.py")])
-        draft = options.speculative_draft_model_path
+        draft, drafting = options.speculative_draft_model_path, ()
         if draft is None and options.model_path is None:
             draft = shipped_draft(checkout)
+            drafting = SHIPPED_DRAFT_ARGUMENTS if draft else ()
         if draft is None:
             draft = demo_draft(checkout, python, Path(target))
         model = options.served_model_name or Path(target).name
@@ -220,7 +226,7 @@ def main() -> int:
             str(options.port),
         ]
         command += ["--speculative-algorithm", "FLASHMAP"]
-        command += ["--speculative-draft-model-path", str(draft)]
+        command += ["--speculative-draft-model-path", str(draft), *drafting]
         # Our own waiting for /health would fill the log.
         command += ["--log-level-http", "warning", *passed_on]
         print(shlex.join(["python", *command[1:]]), flush=True)
