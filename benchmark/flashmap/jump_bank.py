@@ -36,9 +36,11 @@ TEXT = (
 
 
 class Pool:
-    def __init__(self, config: FlashMapConfig, slots: int) -> None:
+    def __init__(
+        self, config: FlashMapConfig, slots: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         shape = (config.num_hidden_layers, slots, config.num_key_value_heads, config.head_dim)
-        self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
+        self.keys, self.values = torch.zeros(2, *shape, dtype=dtype)
 
     def get_key_buffer(self, layer: int) -> torch.Tensor:
         return self.keys[layer]
@@ -56,6 +58,7 @@ class Setting:
     lm_head: torch.Tensor
     tokens: torch.Tensor
     hidden: torch.Tensor
+    pool_dtype: torch.dtype = torch.float32
 
     def attach(self, **settings) -> None:
         config = self.model.config
@@ -79,7 +82,7 @@ class Setting:
     def draft(self, noise, anchors: torch.Tensor) -> torch.Tensor:
         """Logits ``(B · K, V)`` of the blocks after positions ``anchors (B,)``."""
         config, length = self.model.config, len(self.tokens)
-        pool = Pool(config, length)
+        pool = Pool(config, length, self.pool_dtype)
         self.model.write_target_hidden_kv(
             target_hidden=self.hidden,
             pool=pool,
@@ -89,7 +92,7 @@ class Setting:
         blocks = []
         for i, anchor in enumerate(anchors.tolist()):
             # A block's anchor overwrites a context entry, so every block has a copy of the pool.
-            own = Pool(config, length)
+            own = Pool(config, length, self.pool_dtype)
             own.keys.copy_(pool.keys)
             own.values.copy_(pool.values)
             context = DraftContext(

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -242,3 +243,35 @@ def test_malformed_requests_are_refused(oracle: Server, cases: dict[str, Case], 
     assert 400 <= status < 500
     case = cases[CHATS[0]]
     assert oracle.generate(case.prompt, max_new_tokens=4)["output_ids"] == case.completion[:4]
+
+
+# --- weights and memory ----------------------------------------------------------------------
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "disk": dict(model_path="{target}"),
+    "distributed": dict(names=["lm_head.weight"], dtypes=["float32"], shapes=[[1, 1]]),
+    "tensor": dict(serialized_named_tensors=[""]),
+    "ipc": dict(zmq_handles={}),
+}
+
+
+@pytest.mark.parametrize("source", UPDATES)
+def test_new_weights_are_refused(
+    oracle: Server, smollm: Path, cases: dict[str, Case], source: str
+) -> None:
+    """They would leave the draft's products with the old ones stale."""
+    body = json.dumps(UPDATES[source]).replace("{target}", str(smollm)).encode()
+    status, message = refusal(oracle, f"/update_weights_from_{source}", body)
+    assert status == 400 and "restart the server with the new weights" in message
+    case = cases[CHATS[0]]
+    assert oracle.generate(case.prompt, max_new_tokens=4)["output_ids"] == case.completion[:4]
+
+
+def test_sleep_and_wake(oracle: Server, cases: dict[str, Case]) -> None:
+    """Without a memory saver only the cache is given away; the same text comes afterwards."""
+    case = cases[CHATS[1]]
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        oracle.request(path, {})
+    answer = oracle.generate(case.prompt, max_new_tokens=24)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert answer["output_ids"] == case.completion[:24]

@@ -12,6 +12,7 @@ from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, DraftInputs
 from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
+from sglang.srt.speculative.flashmap.target import logit_scale
 from sglang.srt.speculative.flashmap.verify import accept_greedy, accept_rejection, propose
 from sglang.srt.speculative.flashmap.worker import FlashMapWorker
 
@@ -132,8 +133,7 @@ def test_draft_inputs() -> None:
     """A request drafts at its own temperature: the argmax when greedy, never a division by zero."""
     info = sampling_info([0.7, 1.0, 0.0], top_ks=[NO_TOP_K, 1, NO_TOP_K])
     batch, *_ = make_step(info, 3)
-    anchors, greedy = torch.tensor([7, 8, 9]), DraftInputs.allocate(4, "cpu")
-    greedy.active.fill_(1)
+    anchors, greedy = torch.tensor([7, 8, 9]), DraftInputs.greedy(4, "cpu")
 
     def inputs_of(batch: SimpleNamespace) -> DraftInputs:
         worker = FlashMapWorker.__new__(FlashMapWorker)
@@ -158,3 +158,30 @@ def test_draft_inputs() -> None:
     batch.sampling_info = None
     inputs = inputs_of(batch)
     assert inputs.temperatures.tolist() == [0.0] * 3 and not inputs.filters.any()
+
+
+@pytest.mark.parametrize(
+    "logits_processor, config, expected",
+    [
+        (None, {}, 1.0),
+        (SimpleNamespace(logit_scale=None), {}, 1.0),
+        (SimpleNamespace(logit_scale=0.125), {}, 0.125),
+        (None, dict(logits_mup_width_multiplier=4.0), 0.25),
+    ],
+    ids=["none", "plain", "granite", "mup"],
+)
+def test_logit_scale_of_the_target(logits_processor, config: dict, expected: float) -> None:
+    target = SimpleNamespace(logits_processor=logits_processor)
+    assert logit_scale(target, SimpleNamespace(**config)) == expected
+
+
+def test_targets_without_hidden_states_are_refused() -> None:
+    """Gemma 2, Granite and others, whose models upstream does not let hand them out."""
+
+    class Gemma2ForCausalLM:
+        pass
+
+    worker = FlashMapWorker.__new__(FlashMapWorker)
+    worker.model_runner = SimpleNamespace(model=Gemma2ForCausalLM())
+    with pytest.raises(ValueError, match="hidden states of a Gemma2ForCausalLM target; serve"):
+        worker._attach_target()

@@ -62,8 +62,6 @@ class DraftInputs:
 
     @classmethod
     def allocate(cls, size: int, device: torch.device | str) -> "DraftInputs":
-        """Of greedy, inactive requests."""
-
         def zeros(dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
@@ -76,6 +74,13 @@ class DraftInputs:
             torch.zeros(size, 3, dtype=torch.float32, device=device),
             zeros(torch.bool),
         )
+
+    @classmethod
+    def greedy(cls, size: int, device: torch.device | str) -> "DraftInputs":
+        """What a step of active, greedy requests need not make anew."""
+        inputs = cls.allocate(size, device)
+        inputs.active.fill_(1)
+        return inputs
 
     def head(self, size: int) -> "DraftInputs":
         """Views of the first ``size`` requests."""

@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
 
 
+def logit_scale(target: Any, text_config: Any) -> float:
+    """Factor of the target's logits after its LM head, which muP targets divide by a width.
+
+    A cap on logits is not part of it: the draft's own stay uncapped, which changes what is drafted
+    and not what is accepted of it.
+    """
+    scale = getattr(getattr(target, "logits_processor", None), "logit_scale", None) or 1.0
+    return scale / (getattr(text_config, "logits_mup_width_multiplier", None) or 1.0)
+
+
 class TargetVerifier:
     """Runs verify forwards of ``target_worker``, ``width`` rows a request."""
 

@@ -59,7 +59,7 @@ from sglang.srt.speculative.flashmap.penalties import (
 from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.processors import process_block
 from sglang.srt.speculative.flashmap.statistics import TreeStatistics
-from sglang.srt.speculative.flashmap.target import TargetVerifier
+from sglang.srt.speculative.flashmap.target import TargetVerifier, logit_scale
 from sglang.srt.speculative.flashmap.target_probs import (
     greedy_rows,
     is_filtered,
@@ -151,7 +151,6 @@ class FlashMapWorker(BaseSpecWorker):
         if head is None or not hasattr(head, "weight"):
             head = embedding  # tied embeddings
         text_config = self.model_runner.model_config.hf_text_config
-        width_multiplier = getattr(text_config, "logits_mup_width_multiplier", None)
         pool_dtype = self.draft_model_runner.kv_cache_dtype
         attention = select_context_attention(
             self.device, head_dim=self.draft_model.config.head_dim, pool_dtype=pool_dtype
@@ -160,7 +159,7 @@ class FlashMapWorker(BaseSpecWorker):
             embedding=embedding.weight.detach(),
             lm_head=head.weight.detach(),
             lm_head_bias=getattr(head, "bias", None),
-            logit_scale=1.0 / width_multiplier if width_multiplier else 1.0,
+            logit_scale=logit_scale(target, text_config),
             serve=self.serve,
             attention=attention,
         )
@@ -222,9 +221,7 @@ class FlashMapWorker(BaseSpecWorker):
             self.target_worker.random_seed,
             default_seed=_DETERMINISTIC_SEED if deterministic else None,
         )
-        # Constant: a greedy step makes none of these anew.
-        self._greedy_inputs = DraftInputs.allocate(self._req_to_token.shape[0], self.device)
-        self._greedy_inputs.active.fill_(1)
+        self._greedy_inputs = DraftInputs.greedy(self._req_to_token.shape[0], self.device)
         self._history = TokenHistory(*self._req_to_token.shape, self.device)
         self._drafter = Drafter(
             model=self.draft_model,
