@@ -227,6 +227,17 @@ def test_scratch_is_bounded_by_the_device_and_not_by_the_batch() -> None:
     assert scratch_bytes(68, 128, tiles, torch.device("cpu"), 132) == 2 * 132 * 128 * 129 * 4
 
 
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10], ids=["Ada", "A100", "H100"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("rows", [4, 17, 64, 68, 260])
+def test_tiles_fit_in_shared_memory(rows: int, dims: tuple[int, int], shared: int) -> None:
+    tiles = choose_tiles(rows, *dims, torch.bfloat16, shared)
+    key, value = (1 << (dim - 1).bit_length() for dim in dims)
+    # Stages of keys and values, queries, and probabilities and indices that pass through.
+    taken = 2 * (tiles.num_stages * tiles.block_n * (key + value) + tiles.block_m * key)
+    assert taken + 2 * tiles.block_m * tiles.block_n <= shared
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("length", [17, 65])
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

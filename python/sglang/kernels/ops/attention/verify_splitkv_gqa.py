@@ -86,6 +86,14 @@ def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may take: 227 kB on Hopper, 99 on Ada."""
+    if device.type != "cuda":
+        return 227 << 10
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def _extent(buffer: torch.Tensor) -> int:
     """Elements from a pool's first slot to behind its last."""
     return buffer.shape[0] * buffer.stride(0)
@@ -96,20 +104,24 @@ def _dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def choose_tiles(rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> Tiles:
-    """The default ``Tiles`` for ``rows = L * G`` query rows a key head."""
+def choose_tiles(
+    rows: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, shared: int = 227 << 10
+) -> Tiles:
+    """The default ``Tiles`` for ``rows = L * G`` query rows a key head and ``shared`` bytes of
+    shared memory a program."""
     wide = max(triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)) > 128
+    small = shared < 160 << 10
     if dtype == torch.float32:
         return Tiles(16, 16 if wide else 32, 4, 1, 2)
     if rows <= 32:
-        return Tiles(16 if rows <= 16 else 32, 32 if wide else 64, 4, 3, 2)
+        return Tiles(16 if rows <= 16 else 32, 32 if wide else 64, 4, 2 if small else 3, 2)
+    if wide:
+        return Tiles(64, 16 if small else 32, 4, 2, 1)
+    if small:
+        return Tiles(64, 64, 4, 2, 1)
     # Measured on an H200 (``verify_attention.py --tune``): blocks of 64 rows, two programs an SM,
     # also where their loads of keys repeat, but for 65 to 128 rows one block of 128.
-    if wide:
-        return Tiles(64, 32, 4, 2, 1)
-    if 64 < rows <= 128:
-        return Tiles(128, 64, 8, 3, 1)
-    return Tiles(64, 64, 4, 3, 2)
+    return Tiles(128, 64, 8, 3, 1) if 64 < rows <= 128 else Tiles(64, 64, 4, 3, 2)
 
 
 def scratch_bytes(
@@ -727,7 +739,7 @@ def verify_attention_triton(
 
     group = heads // kv_heads
     rows = max_len * group
-    tiles = tiles or choose_tiles(rows, head_dim, v_head_dim, q.dtype)
+    tiles = tiles or choose_tiles(rows, head_dim, v_head_dim, q.dtype, shared_bytes(q.device))
     row_blocks = triton.cdiv(rows, tiles.block_m)
     programs = programs or _programs(tiles, row_blocks, q.device)
     scratch = torch.empty(

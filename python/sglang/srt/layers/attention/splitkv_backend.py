@@ -21,6 +21,7 @@ from sglang.kernels.ops.attention.verify_splitkv_gqa import (
     POOL_DTYPES,
     choose_tiles,
     scratch_bytes,
+    shared_bytes,
     verify_attention,
 )
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -64,8 +65,10 @@ class SplitKVAttnBackend(TritonAttnBackend):
         )
         rows = self.num_head // self.num_kv_head * self.num_draft_tokens
         head_dim = model_runner.model_config.head_dim
-        tiles = choose_tiles(rows, head_dim, self.v_head_dim, model_runner.dtype)
-        scratch = scratch_bytes(rows, self.v_head_dim, tiles, torch.device(self.device))
+        device = torch.device(self.device)
+        shared = shared_bytes(device)
+        tiles = choose_tiles(rows, head_dim, self.v_head_dim, model_runner.dtype, shared)
+        scratch = scratch_bytes(rows, self.v_head_dim, tiles, device)
         logger.info(
             "Drafts are verified by split-KV attention, with %.1f MB of scratch.", scratch / 1e6
         )
