@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -117,3 +120,30 @@ def test_a_head_in_another_precision_stays_upstreams() -> None:
     pack_model(model)
     assert type(model.lm_head.quant_method) is UnquantizedEmbeddingMethod
     assert model.plain.weight.is_mkldnn
+
+
+PRODUCTS = """
+import torch
+from sglang.srt.layers.packed_linear import linear, pack
+weights = [pack(torch.randn(64 * n, 64)) for n in range(1, 5)]
+
+def growing() -> int:
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous"))
+
+before = growing()
+for rows in range(2, 260):
+    for weight in weights:
+        linear(torch.randn(rows, 64), weight)
+print((growing() - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(not can_pack(torch.ones(1, 1)), reason="this oneDNN packs no float32")
+def test_products_of_any_number_of_rows_leave_little_behind() -> None:
+    """In a process of its own: the bound is read once."""
+    environment = {name: value for name, value in os.environ.items() if "CAPACITY" not in name}
+    run = subprocess.run(
+        [sys.executable, "-c", PRODUCTS], env=environment, capture_output=True, text=True, check=True
+    )
+    assert int(run.stdout) < 300, "MB; without a bound they were 500"

@@ -72,8 +72,14 @@ class Models:
 
 
 def environment() -> dict[str, str | None]:
-    # OpenMP threads that spin while they wait make servers slow that share the cores.
-    return {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
+    return {
+        # OpenMP threads that spin while they wait make servers slow that share the cores.
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": "1",
+        # Full soon, so that they are not taken for a leak (layers/packed_linear.py).
+        "LRU_CACHE_CAPACITY": "64",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    }
 
 
 def answer_all(server: Server, requests: Sequence[Request], *, refused: bool = False) -> None:
