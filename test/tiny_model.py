@@ -63,7 +63,7 @@ def write_tiny_model(folder: Path, kind: str = "llama", seed: int = 0, **sizes: 
 
 
 def byte_tokenizer(vocab_size: int) -> Any:
-    """A `PreTrainedTokenizerFast` with one token per byte and no merges."""
+    """A `PreTrainedTokenizerFast` with one token per byte and no merges; a chat is its text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -74,4 +74,7 @@ def byte_tokenizer(vocab_size: int) -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0])
+    chat = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=alphabet[0], chat_template=chat
+    )

@@ -144,6 +144,10 @@ def test_products_of_any_number_of_rows_leave_little_behind() -> None:
     """In a process of its own: the bound is read once."""
     environment = {name: value for name, value in os.environ.items() if "CAPACITY" not in name}
     run = subprocess.run(
-        [sys.executable, "-c", PRODUCTS], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", PRODUCTS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert int(run.stdout) < 300, "MB; without a bound they were 500"

@@ -62,3 +62,12 @@ LONG = "Here is a list of facts.\n" + "\n".join(
     f"{i}. The number {i} is {'even' if i % 2 == 0 else 'odd'} and {i} times two is {2 * i}."
     for i in range(1, 15)
 )
+
+DOMAINS = dict(
+    chats=CHATS, lists=LISTS, code=CODE, copies=COPIES, languages=LANGUAGES, facts=(LONG,)
+)
+
+
+def domain(text: str) -> str:
+    """Which kind of prompt `text` is."""
+    return next(name for name, texts in DOMAINS.items() if text in texts)

@@ -125,13 +125,13 @@ ACCEPTED = {
         "--speculative-flashmap-verify-width auto --speculative-num-draft-tokens 4",
         dict(speculative_num_draft_tokens=4),
     ),
-    "fp8-cache": (
-        "--kv-cache-dtype fp8_e4m3",
-        dict(kv_cache_dtype="fp8_e4m3", speculative_draft_kv_cache_dtype="auto"),
+    "cache": (
+        "--kv-cache-dtype bfloat16",
+        dict(kv_cache_dtype="bfloat16", speculative_draft_kv_cache_dtype="auto"),
     ),
     "draft-cache": (
-        "--speculative-draft-kv-cache-dtype fp8_e4m3",
-        dict(speculative_draft_kv_cache_dtype="fp8_e4m3"),
+        "--speculative-draft-kv-cache-dtype bfloat16",
+        dict(speculative_draft_kv_cache_dtype="bfloat16"),
     ),
     "adapters": ("--enable-lora --max-lora-rank 8 --lora-target-modules all", {}),
     "mixed-chunks": ("--enable-mixed-chunk", dict(enable_mixed_chunk=True)),
@@ -259,6 +259,14 @@ REFUSED = {
         "--speculative-flashmap-draft-quantization fp8",
         "needs the FP8 tensor cores of an Ada, Hopper or later GPU, which --device cpu has not",
     ),
+    "fp8-cache": (
+        "--kv-cache-dtype fp8_e4m3",
+        "--kv-cache-dtype fp8_e4m3 is for GPUs, and this is --device cpu; leave it out",
+    ),
+    "fp8-draft-cache": (
+        "--speculative-draft-kv-cache-dtype fp8_e4m3",
+        "--speculative-draft-kv-cache-dtype fp8_e4m3 is for GPUs",
+    ),
     "bank-1-jump": (
         "--speculative-flashmap-jump-bank-size 64",
         "jump-bank-size 64 is for drafts of several jumps, and this one takes one; leave it out",
@@ -286,6 +294,11 @@ REFUSED = {
 def test_refused_values(resolve: Callable, flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(flags)
+
+
+def test_gpus_have_caches_of_8_bits() -> None:
+    fp8 = dict(kv_cache_dtype="fp8_e4m3", speculative_draft_kv_cache_dtype="fp8_e4m3")
+    flashmap_hook._check_caches(SimpleNamespace(device="cuda:0", **fp8))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

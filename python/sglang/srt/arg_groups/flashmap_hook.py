@@ -61,6 +61,7 @@ def _handle_flashmap(server_args: Any) -> None:
     _check_noise(cfg, num_jumps=len(grid) - 1)
     _check_jump_bank(cfg, config, num_jumps=len(grid) - 1)
     _check_quantization(cfg)
+    _check_caches(cfg)
     load_format = _resolve_load_format(cfg)
     _check_folder(cfg, config, load_format)
     declare_resolution(
@@ -385,6 +386,19 @@ def _check_quantization(cfg: Any) -> None:
         "--speculative-flashmap-draft-quantization fp8 needs the FP8 tensor cores of an Ada, "
         f"Hopper or later GPU, which {found} has not; leave it out."
     )
+
+
+def _check_caches(cfg: Any) -> None:
+    """Of 8 bits and fewer there is no attention on a CPU."""
+    if not str(cfg.device).startswith("cpu"):
+        return
+    for name in ("kv_cache_dtype", "speculative_draft_kv_cache_dtype"):
+        dtype = getattr(cfg, name)
+        if dtype is not None and dtype.startswith(("fp8", "fp4", "int")):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {dtype} is for GPUs, and this is --device cpu; leave "
+                "it out."
+            )
 
 
 def _check_noise(cfg: Any, *, num_jumps: int) -> None:
