@@ -52,20 +52,21 @@ def _adaln_kernel(
     DEPENDENT: tl.constexpr,
 ):
     launch_dependents(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK)
     offset = tl.program_id(0).to(tl.int64) * dim + col
     mask = col < dim
+    scale1 = tl.load(scale1_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BRANCH:
+        gate = tl.load(gate_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if HAS_BRANCH:
         branch = tl.load(branch_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + col, mask=mask, other=0.0).to(tl.float32)
         x = (x + (gate * branch).to(dtype).to(tl.float32)).to(dtype)
         tl.store(x_new_ptr + offset, x, mask=mask)
         x = x.to(tl.float32)
-    scale1 = tl.load(scale1_ptr + col, mask=mask, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + col, mask=mask, other=0.0).to(tl.float32)
     centered = tl.where(mask, x - tl.sum(x, 0) / dim, 0.0)
     inverse_std = tl.rsqrt(tl.sum(centered * centered, 0) / dim + eps)
     normed = (centered * inverse_std).to(dtype).to(tl.float32)

@@ -77,13 +77,15 @@ def _block_attention_kernel(
     DEPENDENT: tl.constexpr,
 ):
     launch_dependents(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     block = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
     kv_head = head // (HEADS // KV_HEADS)
     slot = tl.arange(0, BLOCK_SLOTS)
     d = tl.arange(0, BLOCK_D)
+    q_weight = tl.load(q_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
     in_block = slot < SLOTS
     mask = in_block[:, None] & (d < D)[None, :]
     row = block * SLOTS + slot
@@ -91,8 +93,6 @@ def _block_attention_kernel(
     q = tl.load(token + head * D, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(token + (HEADS + kv_head) * D, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(token + (HEADS + KV_HEADS + kv_head) * D, mask=mask, other=0.0)
-    q_weight = tl.load(q_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     cos, sin = load_rope(rope_ptr, row, in_block, D, BLOCK_SLOTS, BLOCK_D)
     q_even, q_odd = norm_rotate(q, q_weight, cos, sin, eps, D, BLOCK_SLOTS, BLOCK_D, dtype)
     k_even, k_odd = norm_rotate(k, k_weight, cos, sin, eps, D, BLOCK_SLOTS, BLOCK_D, dtype)

@@ -4,7 +4,8 @@ A draft is some eighty kernels of a few microseconds, so the gaps between one's 
 next one's first load add up. On sm_90 and later a kernel launched with ``launch_pdl`` starts when
 every program of its predecessor has called ``launch_dependents`` (or ended), and blocks in
 ``wait_for_inputs`` until the predecessor has ended and its stores are visible. In between it may
-read constants only: weights, and nothing that an earlier kernel writes.
+read constants only: weights, and nothing that an earlier kernel writes. Kernels load theirs there:
+what no step before has touched comes from memory, a microsecond away.
 
 Every kernel launched so waits before it reads or writes anything else, whatever came before it. So
 when one has ended, all that were launched before it have, and buffers may be reused as in a stream

@@ -298,19 +298,20 @@ def _normed_noise_kernel(
     DEPENDENT: tl.constexpr,
 ):
     launch_dependents(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     quad = tl.arange(0, BLOCK // 4)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    variances = tl.load(variances_ptr + column, mask=mask, other=0.0)
+    gate = tl.load(gate_ptr)
+    wait_for_inputs(DEPENDENT)
     seed = tl.load(seeds_ptr + row)
     b0, b1, b2, b3 = philox_words(seed, tl.load(offsets_ptr + row), quad, stream)
     z0, z1 = _normal_pair(b0, b1)
     z2, z3 = _normal_pair(b2, b3)
     z = tl.reshape(tl.join(tl.join(z0, z2), tl.join(z1, z3)), (BLOCK,))
-    column = tl.arange(0, BLOCK)
-    mask = column < width
-    variances = tl.load(variances_ptr + column, mask=mask, other=0.0)
     total = tl.sum(z * z * variances, 0) + offset
-    tl.store(factor_ptr + row, tl.load(gate_ptr) * tl.rsqrt(total))
+    tl.store(factor_ptr + row, gate * tl.rsqrt(total))
     tl.store(noise_ptr + row * width + column, z.to(noise_ptr.dtype.element_ty), mask=mask)
 
 

@@ -70,13 +70,13 @@ def _rms_norm_kernel(
     DEPENDENT: tl.constexpr,
 ):
     launch_dependents(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < dim
-    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
+    x = tl.load(x_ptr + row * x_stride + col, mask=mask, other=0.0).to(tl.float32)
     scale = (weight * tl.rsqrt(tl.sum(x * x, 0) / dim + eps)).to(dtype).to(tl.float32)
     tl.store(out_ptr + row * dim + col, (x * scale).to(dtype), mask=mask)
 
@@ -143,15 +143,15 @@ def _rms_norm_rope_kernel(
     DEPENDENT: tl.constexpr,
 ):
     launch_dependents(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     d = tl.arange(0, BLOCK_D)
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
     mask = (head < HEADS)[:, None] & (d < D)[None, :]
     offset = head[:, None] * D + d[None, :]
     x = tl.load(x_ptr + token * x_stride + offset, mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     row = token + tl.zeros((1,), tl.int64)
     cos, sin = load_rope(rope_ptr, row, row >= 0, D, 1, BLOCK_D)
     even, odd = norm_rotate(x, weight, cos, sin, eps, D, BLOCK_HEADS, BLOCK_D, dtype)
