@@ -89,10 +89,20 @@ _BOOK = {
     "required": ["title", "year", "tags"],
     "additionalProperties": False,
 }
+_TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<sold>",
+        "content": {"type": "json_schema", "json_schema": {"enum": ["few", "many", "none"]}},
+        "end": "</sold>",
+    },
+}
 GRAMMARS = {
     "json": dict(json_schema=json.dumps(_BOOK)),
     "regex": dict(regex=r"[A-Z][a-z]{2,8} [0-9]{4}-[0-9]{2}"),
     "ebnf": dict(ebnf='root ::= ("yes" | "no") ", " [a-z] [a-z] [a-z] [a-z] [a-z] "!"'),
+    "tag": dict(structural_tag=json.dumps(_TAG)),
 }
 
 
@@ -104,6 +114,8 @@ def check_grammar(name: str, text: str) -> None:
         assert 1900 <= book["year"] <= 2030 and set(book["tags"]) <= {"new", "old", "rare"}
     elif name == "regex":
         assert re.fullmatch(GRAMMARS[name]["regex"], text)
+    elif name == "tag":
+        assert re.fullmatch(r'<sold>"(few|many|none)"</sold>', text)
     else:
         assert re.fullmatch(r"(yes|no), [a-z]{5}!", text)
 

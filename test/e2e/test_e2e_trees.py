@@ -95,14 +95,19 @@ def test_logprobs(plain: Server, trees: Server, cases: dict[str, Case], stop: st
         input_ids=cases[CHATS[1]].prompt,
         sampling_params=dict(temperature=0, max_new_tokens=40, ignore_eos=True, stop=stop),
         return_logprob=True,
+        logprob_start_len=0,
         top_logprobs_num=3,
+        token_ids_logprob=[5, 500, 5000],
     )
     expected, answer = (server.request("/generate", payload) for server in (plain, trees))
     assert answer["output_ids"] == expected["output_ids"]
-    for name in ("output_token_logprobs", "output_top_logprobs"):
-        mine, theirs = (np.array(a["meta_info"][name])[..., 0] for a in (answer, expected))
-        assert mine.shape == theirs.shape and len(mine) == len(answer["output_ids"])
-        np.testing.assert_allclose(mine.astype(float), theirs.astype(float), atol=1e-2)
+    for kind in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
+        for part, tokens in (("input", payload["input_ids"]), ("output", answer["output_ids"])):
+            found = [a["meta_info"][f"{part}_{kind}"] for a in (answer, expected)]
+            assert [len(values) for values in found] == [len(tokens)] * 2
+            # Nothing is said of a prompt's first token.
+            mine, theirs = (np.array(f[part == "input" :])[..., 0].astype(float) for f in found)
+            np.testing.assert_allclose(mine, theirs, atol=1e-2)
     assert answer["meta_info"]["spec_verify_ct"] < expected["meta_info"]["completion_tokens"] / 2
 
 

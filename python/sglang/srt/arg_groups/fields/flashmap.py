@@ -52,8 +52,9 @@ class FlashMapSpecFields(msgspec.Struct):
     speculative_flashmap_tree_candidates: A[
         int,
         "FLASHMAP only. Candidate blocks per request, N, drafted in one pass from independent "
-        "noise and verified as one tree of their shared prefixes. 0 or 1 verifies chains. Requests "
-        "above --speculative-flashmap-tree-temperature get chains in either case.",
+        "noise and verified as one tree of their shared prefixes. 0 verifies chains, and so does 1 "
+        "without --speculative-flashmap-tree-choices. Requests above "
+        "--speculative-flashmap-tree-temperature get chains in either case.",
     ] = 0
     speculative_flashmap_tree_choices: A[
         int,
@@ -70,7 +71,8 @@ class FlashMapSpecFields(msgspec.Struct):
         float,
         "FLASHMAP only, with trees. Sampled requests up to this temperature are verified as trees "
         "by matching the target's own draws, hotter ones as chains by rejection, which accepts "
-        "more there. The distribution is the target's either way.",
+        "more there. The distribution is the target's either way; docs/flashmap.md says how to "
+        "find the best value for a draft.",
     ] = 0.3
     speculative_flashmap_verify_width: A[
         str,
