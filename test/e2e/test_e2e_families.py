@@ -92,4 +92,5 @@ def test_greedy_ids(family: str, tmp_path: Path) -> None:
         )
     for answer, reference in zip(answers, references, strict=True):
         assert answer["output_ids"] == list(reference.completion[:NEW_TOKENS])
-        assert answer["meta_info"]["spec_verify_ct"] < NEW_TOKENS / 2
+        # Drafts are accepted; a token outside a draft vocabulary costs a step of its own.
+        assert answer["meta_info"]["spec_verify_ct"] < NEW_TOKENS * 3 / 4
