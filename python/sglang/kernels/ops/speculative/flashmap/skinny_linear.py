@@ -95,12 +95,22 @@ def skinny_linear_torch(
             torch.addmm(bias, x, weight.T, out=out)
     else:
         wide = torch.promote_types(x.dtype, torch.float32)
-        y = x.to(wide) @ weight.to(wide).T
-        for factor in (scale, None if row_scale is None else row_scale[:, None]):
-            y = y if factor is None else y * factor
-        out.copy_(y if bias is None else y + bias)
+        _scale_into(out, x.to(wide) @ weight.to(wide).T, bias, scale, row_scale)
     if activation == "gelu":
         torch.ops.aten.gelu.out(out, out=out)
+
+
+def _scale_into(
+    out: torch.Tensor,
+    y: torch.Tensor,
+    bias: Optional[torch.Tensor],
+    scale: Optional[torch.Tensor],
+    row_scale: Optional[torch.Tensor],
+) -> None:
+    """``out = row_scale · scale · y + bias``, rounded once."""
+    for factor in (scale, None if row_scale is None else row_scale[:, None]):
+        y = y if factor is None else y * factor
+    out.copy_(y if bias is None else y + bias)
 
 
 @triton.jit
@@ -508,9 +518,6 @@ def half_linear(
         skinny_linear_torch(x, weight, bias, None, None, activation, out)
         return
     torch.mm(x, weight.T, out=out)
-    y = out.float()
-    for factor in (scale, None if row_scale is None else row_scale[:, None]):
-        y = y if factor is None else y * factor
-    out.copy_(y if bias is None else y + bias)
+    _scale_into(out, out.float(), bias, scale, row_scale)
     if activation == "gelu":
         torch.ops.aten.gelu.out(out, out=out)
