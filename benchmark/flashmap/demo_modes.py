@@ -5,11 +5,11 @@
 
 Every mode is a name and the engine arguments it adds to FLASHMAP's; `plain` (no draft) always
 comes along. Engines start at once, on one GPU or CPU; when all are up they measure one after
-another. At each batch
-size all prompts are answered greedily, `batch size` at a time; seconds are those of whole answers,
-prefill included. A row tells how many of its texts are those of `plain` token by token: in bfloat16
-near-ties of logits fall differently when a forward has more rows, and the largest gap between the
-two best logprobs of `plain` where a text first differs is printed beside it.
+another. At each batch size all prompts are answered greedily, `batch size` at a time; seconds are
+those of whole answers, prefill included. A row tells how many of its texts are those of `plain`
+token by token: in bfloat16 near-ties of logits fall differently when a forward has more rows, and
+the largest gap between the two best logprobs of `plain` where a text first differs is printed
+beside it.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 
 ``compare`` starts one engine per mode on one GPU, all at once (starting takes longest), then lets
 them measure one after another while the others idle; ``run`` measures a single mode. A mode is
-``plain``, ``flashmap``, ``tree`` (8 candidates, W 17), ``grown`` (1 candidate and 8 choices a slot,
-W 17) or ``dflash``, with ``/BACKEND`` for an
-attention backend, ``:N`` for a simulated accept length of N (upstream's SGLANG_SIMULATE_ACC_LEN)
-and ``@T`` for a sampling temperature, in this order. Weights are random, so without a
-simulated length nearly nothing is accepted. ``table`` prints the results in ``--out``.
+``plain``, ``flashmap``, ``tree`` (8 candidates, W 17), ``grown`` (1 candidate, 8 choices a slot,
+W 17) or ``dflash``, with ``/BACKEND`` for an attention backend, ``:N`` for a simulated accept
+length of N (upstream's SGLANG_SIMULATE_ACC_LEN) and ``@T`` for a sampling temperature, in this
+order. Weights are random, so without a simulated length nearly nothing is accepted. ``table``
+prints the results in ``--out``.
 
 Milliseconds per step are (time of a run − time of a one-token run of other prompts of the same
 lengths) / verify steps, the median of several repeats; tokens per second belong to the accept

@@ -47,21 +47,10 @@ except ImportError:  # a copy of this file, on a machine without sglang
     register_custom_op = None
 
 _LOG2_E = 1.4426950408889634
-
-
-class Merge(NamedTuple):
-    """Launch options of the merge kernel."""
-
-    mergers: int = 8
-    """Programs per cut."""
-    few_runs: int = 8
-    """A unit of so few runs is merged many rows at a time, another one row at a time."""
-    few_rows: int = 8
-    many_runs: int = 32
-    """Runs of a row that are loaded at once."""
-
-
-_MERGE = Merge()
+# Programs per cut of the merge kernel.
+_MERGERS = 8
+# It takes a unit of up to so many runs so many rows at a time, others one row and so many runs.
+_FEW_RUNS, _FEW_ROWS, _MANY_RUNS = 8, 8, 32
 POOL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -216,16 +205,7 @@ def _load_rows(ptr, offset, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q,
-    k,
-    v,
-    visible,
-    peak,
-    total,
-    acc,
-    scale_log2,
-    LOGIT_CAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    q, k, v, visible, peak, total, acc, scale_log2, LOGIT_CAP: tl.constexpr, MASKED: tl.constexpr
 ):
     """One tile of keys: the running softmax of ``q`` over ``k`` and ``v``."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -809,7 +789,7 @@ def verify_attention_triton(
         num_stages=tiles.num_stages,
     )
     if programs > 1:
-        _verify_merge_kernel[(row_blocks, programs - 1, _MERGE.mergers)](
+        _verify_merge_kernel[(row_blocks, programs - 1, _MERGERS)](
             qo_indptr,
             kv_indptr,
             out,
@@ -827,10 +807,10 @@ def verify_attention_triton(
             BLOCK_N=tiles.block_n,
             BLOCK_DV=block_dv,
             BLOCK_B=block_b,
-            MERGERS=_MERGE.mergers,
-            FEW_RUNS=_MERGE.few_runs,
-            FEW_ROWS=_MERGE.few_rows,
-            MANY_RUNS=_MERGE.many_runs,
+            MERGERS=_MERGERS,
+            FEW_RUNS=_FEW_RUNS,
+            FEW_ROWS=_FEW_ROWS,
+            MANY_RUNS=_MANY_RUNS,
             DEPENDENT=dependent,
             launch_pdl=dependent,
             num_warps=4,
