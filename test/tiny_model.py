@@ -32,7 +32,17 @@ GEMMA2: dict[str, Any] = dict(
 )
 
 
-def write_tiny_model(folder: Path, kind: str = "llama", seed: int = 0, **sizes: Any) -> Path:
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""A chat is its text."""
+
+
+def write_tiny_model(
+    folder: Path,
+    kind: str = "llama",
+    seed: int = 0,
+    chat_template: str | None = None,
+    **sizes: Any,
+) -> Path:
     """Write a float32 checkpoint and its tokenizer into `folder`; returns `folder`.
 
     `kind` is "llama", "qwen3" or "gemma2" (tied embeddings, sliding window, capped logits); `sizes`
@@ -58,12 +68,14 @@ def write_tiny_model(folder: Path, kind: str = "llama", seed: int = 0, **sizes: 
                 parameter.data += 30
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    byte_tokenizer(config.vocab_size).save_pretrained(folder)
+    tokenizer = byte_tokenizer(config.vocab_size)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 def byte_tokenizer(vocab_size: int) -> Any:
-    """A `PreTrainedTokenizerFast` with one token per byte and no merges; a chat is its text."""
+    """A `PreTrainedTokenizerFast` with one token per byte and no merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -74,7 +86,4 @@ def byte_tokenizer(vocab_size: int) -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    chat = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=alphabet[0], chat_template=chat
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=alphabet[0])

@@ -14,7 +14,7 @@ from drafts.replay import Corruption, Reference
 from serving import Server, with_habits
 from soak_catalog import Request
 from soak_client import ask
-from tiny_model import write_tiny_model
+from tiny_model import CHAT_TEMPLATE, write_tiny_model
 
 BLOCK_SIZE = 16
 # Whole blocks, parts of blocks and nothing are accepted in turn.
@@ -35,7 +35,9 @@ class Models:
         from make_draft import main as make_draft  # imports the tree, which must have been built
 
         self.folder = folder
-        self.target = write_tiny_model(folder / "target", seed=2, num_hidden_layers=3)
+        self.target = write_tiny_model(
+            folder / "target", seed=2, chat_template=CHAT_TEMPLATE, num_hidden_layers=3
+        )
         self.untrained = folder / "untrained"
         sizes = ("--block-size", BLOCK_SIZE, "--hidden-size", 64, "--layers", 1, "--heads", 1)
         args = ("--target", self.target, "--output", self.untrained, *sizes)

@@ -24,8 +24,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import load_file, save_file
 
     folder = write_tiny_model(tmp_path_factory.mktemp("train") / "circle-target", seed=3)
-    # A target without one: tests that need a chat template bring their own.
-    (folder / "chat_template.jinja").unlink()
     weights = load_file(folder / "model.safetensors")
     for name in weights:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
