@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from fork.errors import ForkError
+from train.acceptance_loss import LOSSES
 from train.anchors import BatchSource
 from train.draft_config import FlashMapConfigError, check_target, new_config
 from train.estimate import estimate
@@ -42,7 +43,13 @@ def make_objective(
     if recipe.stage == "flow":
         return Flow(reader, decay=decay)
     if recipe.stage == "one-jump":
-        return OneJump(reader, decay=decay, labels=recipe.labels)
+        return OneJump(
+            reader,
+            decay=decay,
+            labels=recipe.labels,
+            acceptance_weight=recipe.acceptance_weight,
+            acceptance_loss=recipe.acceptance_loss,
+        )
     return Map(
         reader,
         average,
@@ -209,9 +216,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         ("one-jump-share", "one_jump", 0.5, "map: share of blocks that jump 0 to 1 (0.5)"),
         ("diagonal-share", "diagonal", 0.25, "map: share of blocks on the diagonal (0.25)"),
         ("data-weight", "data_weight", 0.0, "map: weight of the one-jump term (0)"),
+        (
+            "acceptance-weight",
+            "acceptance_weight",
+            0.0,
+            "one-jump, target labels: share of the loss on what rejection sampling keeps (0)",
+        ),
     ):
         add(f"--{name}", dest=field, type=float, default=default, help=words)
     add("--labels", choices=("tokens", "target"), default="tokens", help="of the one-jump term")
+    add("--acceptance-loss", choices=LOSSES, default="length", help="that share's loss (length)")
     add("--save-seconds", type=float, default=45, help="between checkpoints (45)")
     add("--seconds", type=float, default=0, help="save and stop after this long (0: no limit)")
     add("--release-early", action="store_true", help="write release/ also when stopped")

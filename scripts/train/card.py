@@ -24,6 +24,8 @@ _RECIPE_WORDS = {
     "one_jump": "share of blocks that jump 0 → 1",
     "diagonal": "share of blocks on the diagonal",
     "data_weight": "weight of the one-jump term",
+    "acceptance_weight": "share of the loss on what rejection keeps",
+    "acceptance_loss": "that share's loss",
     "seed": "seed",
 }
 _STAGES_OF = {
@@ -31,6 +33,8 @@ _STAGES_OF = {
     "one_jump": ("map",),
     "diagonal": ("map",),
     "data_weight": ("map",),
+    "acceptance_weight": ("one-jump",),
+    "acceptance_loss": ("one-jump",),
 }
 """Settings that only some stages have."""
 
@@ -104,7 +108,8 @@ def _recipe(run: dict[str, Any]) -> list[str]:
     rows = ["| setting | value |", "|---|---|"]
     stage = run["recipe"]["stage"]
     for key, words in _RECIPE_WORDS.items():
-        if stage in _STAGES_OF.get(key, (stage,)):
+        # Records of earlier versions lack the settings that came later.
+        if stage in _STAGES_OF.get(key, (stage,)) and key in run["recipe"]:
             rows.append(f"| {words} | {run['recipe'][key]} |")
     return [*rows, f"| seconds on {run['ranks']} × {run['device']} | {run['seconds']:.0f} |"]
 
@@ -134,11 +139,16 @@ def draw_curves(path: Path, runs: list[dict[str, Any]]) -> bool:
     if pyplot is None:
         return False
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2))
+    shown = (
+        (left, "loss", ""),
+        (right, "accept_length", ""),
+        (right, "sampled_accept_length", ", T = 1"),
+    )
     for run in runs:
         name = run["recipe"]["stage"]
-        for axis, key in ((left, "loss"), (right, "accept_length")):
-            if run["curves"][key]:
-                axis.plot(*zip(*run["curves"][key]), label=name)
+        for axis, key, heat in shown:
+            if run["curves"].get(key):
+                axis.plot(*zip(*run["curves"][key]), label=name + heat)
     for axis, words in ((left, "loss"), (right, "accept length, held-out text")):
         axis.set(xlabel="step", ylabel=words)
         if axis.lines:

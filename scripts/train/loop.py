@@ -23,7 +23,7 @@ from fork.errors import ForkError
 from torch import nn
 
 from train import checkpoint
-from train.acceptance import Acceptance, measure
+from train.acceptance import Acceptance, measure, measure_sampled
 from train.anchors import Batch, BatchSource
 from train.draft_config import config_keys
 from train.draws import Draws
@@ -49,6 +49,7 @@ class Curves:
 
     loss: list[list[float]] = field(default_factory=list)
     accept_length: list[list[float]] = field(default_factory=list)
+    sampled_accept_length: list[list[float]] = field(default_factory=list)
 
 
 class Trainer:
@@ -197,15 +198,23 @@ class Trainer:
         world = self.world
         return step, self._reading.submit(self.source.train_batch, step, world.rank, world.size)
 
-    def validate(self, most: int = 8) -> Acceptance:
-        """Acceptance of the moving average on held-out text, greedy text where there is any."""
-        batches = self.source.held_out_batches(most, 0.0) or self.source.held_out_batches(most)
-        with self._precision():
-            examples = (make_example(self.reader, batch) for batch in batches)
-            accepted = measure(self.average.network, self._one_jump, examples)
-        self.curves.accept_length.append([self.step, accepted.length])
-        self._say(f"step {self.step}: accept length {accepted.length:.3f} on held-out text")
-        return accepted
+    def validate(self, most: int = 8) -> tuple[Acceptance, Acceptance]:
+        """Acceptance of the moving average on held-out text, greedy and by rejection at T = 1, each
+        on text of its temperature where there is any."""
+        network, found = self.average.network, []
+        for measured, heat in ((measure, 0.0), (measure_sampled, 1.0)):
+            batches = self.source.held_out_batches(most, heat) or self.source.held_out_batches(most)
+            with self._precision():
+                examples = (make_example(self.reader, batch) for batch in batches)
+                found.append(measured(network, self._one_jump, examples))
+        greedy, sampled = found
+        self.curves.accept_length.append([self.step, greedy.length])
+        self.curves.sampled_accept_length.append([self.step, sampled.length])
+        self._say(
+            f"step {self.step}: accept length {greedy.length:.3f} on held-out text, "
+            f"{sampled.length:.3f} at T = 1"
+        )
+        return greedy, sampled
 
     def _precision(self):  # noqa: ANN202
         return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()

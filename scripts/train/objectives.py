@@ -31,7 +31,9 @@ Baseline, `one-jump`: `CE(y, δ_{0,1}(x0))` with noise `x0` independent of `y`. 
 slots' marginal distribution given `c` whatever the noise: the best that independent slots can do,
 and what stage 2 has to beat. With `labels="target"` the label of slot k is the target's own
 distribution after the true tokens before it: the same expectation with less variance. That is not
-sound in stage 1, where `x_s` already shows `y`.
+sound in stage 1, where `x_s` already shows `y`. With `acceptance_weight` λ the baseline's term is
+(1-λ) CE + λ times a loss on what rejection sampling keeps of the draft (`acceptance_loss.py`): the
+slots' marginals are the best fit, but not what is accepted most.
 
 Known: the objective, γ, the clock and its grids (which reproduce the published ones), the share of
 the diagonal term as a sum. Not found in any public text: FlashMap's own training recipe (times,
@@ -46,6 +48,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from train.acceptance_loss import acceptance_value, terms_loss
 from train.draws import Draws
 from train.features import TargetReader
 from train.network import Blocks
@@ -87,12 +90,30 @@ class _Common:
         return (weights / weights.sum().clamp_min(1e-9)).flatten()
 
 
+def known_states(example: Example) -> torch.Tensor:
+    """`(B·A·K, H)`: what the target's LM head reads after the true tokens before each slot."""
+    slots = torch.arange(example.labels.shape[-1], device=example.labels.device)
+    places = example.blocks.anchors[..., None] + slots
+    places = places.clamp_max(example.final_hidden.shape[1] - 1).flatten(1)
+    rows = torch.arange(len(places), device=places.device)[:, None]
+    return example.final_hidden[rows, places].flatten(0, 1)
+
+
 class OneJump(_Common):
     """The baseline."""
 
-    def __init__(self, reader: TargetReader, *, decay: float, labels: str = "tokens") -> None:
+    def __init__(
+        self,
+        reader: TargetReader,
+        *,
+        decay: float,
+        labels: str = "tokens",
+        acceptance_weight: float = 0.0,
+        acceptance_loss: str = "length",
+    ) -> None:
         super().__init__(reader, decay=decay)
         self._soft = labels == "target"
+        self._acceptance_weight, self._acceptance_loss = acceptance_weight, acceptance_loss
         self._uniform = uniform_posterior(reader.embedding).float()
 
     def hidden(self, network: nn.Module, blocks: Blocks, shape: tuple, draws: Draws):
@@ -105,23 +126,19 @@ class OneJump(_Common):
     def loss(
         self, network: nn.Module, example: Example, draws: Draws, progress: float
     ) -> torch.Tensor:
-        hidden = self.hidden(network, example.blocks, tuple(example.labels.shape), draws)
-        return cross_entropy(
-            hidden.flatten(0, 2),
-            self._weights(example.labels),
-            self.reader.lm_head,
-            self._target(example),
-        )
-
-    def _target(self, example: Example):  # noqa: ANN202
-        if not self._soft:
-            return Tokens(example.labels.clamp_min(0).flatten())
-        slots = torch.arange(example.labels.shape[-1], device=example.labels.device)
-        places = example.blocks.anchors[..., None] + slots
-        places = places.clamp_max(example.final_hidden.shape[1] - 1).flatten(1)
-        rows = torch.arange(len(places), device=places.device)[:, None]
-        known = example.final_hidden[rows, places].flatten(0, 1)
-        return Heads(known)
+        labels, head = example.labels, self.reader.lm_head
+        hidden = self.hidden(network, example.blocks, tuple(labels.shape), draws).flatten(0, 2)
+        weights, ids = self._weights(labels), labels.clamp_min(0).flatten()
+        if self._acceptance_weight:
+            value = acceptance_value(
+                self._acceptance_loss,
+                self._acceptance_weight,
+                weights,
+                (labels >= 0).flatten(0, 1),
+            )
+            return terms_loss(hidden, head, known_states(example), ids, labels.shape[-1], value)
+        target = Heads(known_states(example)) if self._soft else Tokens(ids)
+        return cross_entropy(hidden, weights, head, target)
 
 
 class _NoisedBlocks:

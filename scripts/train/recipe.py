@@ -7,6 +7,8 @@ from typing import Any
 
 from fork.errors import ForkError
 
+from train.acceptance_loss import LOSSES
+
 STAGES = ("flow", "map", "one-jump")
 
 
@@ -32,6 +34,8 @@ class Recipe:
     one_jump: float = 0.5
     diagonal: float = 0.25
     data_weight: float = 0.0
+    acceptance_weight: float = 0.0
+    acceptance_loss: str = "length"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,11 +50,18 @@ class Recipe:
             "--slot-decay": not self.slot_decay > 0,
             "--one-jump-share and --diagonal-share": self.one_jump + self.diagonal > 1
             or min(self.one_jump, self.diagonal) < 0,
+            "--acceptance-weight": not 0 <= self.acceptance_weight <= 1,
+            "--acceptance-loss": self.acceptance_loss not in LOSSES,
             "--seed": self.seed < 0,
         }
         if any(wrong.values()):
             names = ", ".join(name for name, is_wrong in wrong.items() if is_wrong)
             raise ForkError(f"the value of {names} cannot be: see train_draft.py --help.")
+        if self.acceptance_weight and (self.stage, self.labels) != ("one-jump", "target"):
+            raise ForkError(
+                "--acceptance-weight compares with the target's distributions: "
+                "add --stage one-jump --labels target, or leave it out."
+            )
 
     def differences(self, other: dict[str, Any]) -> list[str]:
         """Names of the settings that `other`, a saved recipe, has otherwise."""

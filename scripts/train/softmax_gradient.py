@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _normaliser(row, size, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
+def row_normaliser(row, size, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202
     """`logsumexp` of `size` numbers at `row`."""
     columns = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -42,16 +42,16 @@ def _softmax_gradient(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     x_row = logits + row * stride
-    normaliser = _normaliser(x_row, size, BLOCK)
+    normaliser = row_normaliser(x_row, size, BLOCK)
     weight = tl.load(weights + row)
     if TEACHERS == 0:
         label = tl.load(ids + row)
     else:
         first_row = first + row * stride
-        first_normaliser = _normaliser(first_row, size, BLOCK)
+        first_normaliser = row_normaliser(first_row, size, BLOCK)
     if TEACHERS == 2:
         second_row = second + row * stride
-        second_normaliser = _normaliser(second_row, size, BLOCK)
+        second_normaliser = row_normaliser(second_row, size, BLOCK)
         part = tl.load(share + row)
     hit = tl.zeros([BLOCK], tl.float32)
     for start in range(0, size, BLOCK):

@@ -19,7 +19,7 @@ from torch import nn
 _CHUNK_NUMBERS = 1 << 28
 # In the head's dtype a weight of 1 / rows is scaled by a power of two first, or it would underflow
 # in float16.
-_SCALE = float(1 << 12)
+SCALE = float(1 << 12)
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ def _rows(part: slice, target: Tokens | Heads) -> Tokens | Heads:
 def loss_and_gradient(
     logits: torch.Tensor, weights: torch.Tensor, target: Tokens | Heads, lm_head: nn.Module
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of `logits (n, V)`, and its gradient in them times `_SCALE`, in their dtype."""
+    """The loss of `logits (n, V)`, and its gradient in them times `SCALE`, in their dtype."""
     if logits.is_cuda:
         from train.softmax_gradient import softmax_gradient
 
         if isinstance(target, Tokens):
-            loss = softmax_gradient(logits, weights, _SCALE, ids=target.ids)
+            loss = softmax_gradient(logits, weights, SCALE, ids=target.ids)
         else:
             first = head_logits(target.first, lm_head)
             second = None if target.second is None else head_logits(target.second, lm_head)
             loss = softmax_gradient(
-                logits, weights, _SCALE, first=first, second=second, share=target.share
+                logits, weights, SCALE, first=first, second=second, share=target.share
             )
         return loss.sum(), logits
     dtype, logits = logits.dtype, logits.float()
@@ -90,7 +90,7 @@ def loss_and_gradient(
             wanted = torch.lerp(other, wanted, target.share[:, None])
     loss = (weights * (normaliser - (wanted * logits).sum(-1))).sum()
     excess = logits.sub_(normaliser[:, None]).exp_().sub_(wanted)
-    return loss, excess.mul_(weights[:, None] * _SCALE).to(dtype)
+    return loss, excess.mul_(weights[:, None] * SCALE).to(dtype)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -104,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
             logits = head_logits(hidden[part], lm_head)
             some, excess = loss_and_gradient(logits, weights[part], _rows(part, target), lm_head)
             loss += some
-            gradient[part] = (excess @ lm_head.weight).to(gradient.dtype) / _SCALE
+            gradient[part] = (excess @ lm_head.weight).to(gradient.dtype) / SCALE
         ctx.save_for_backward(gradient)
         return loss
 
