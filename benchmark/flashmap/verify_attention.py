@@ -11,7 +11,8 @@ Heads of Qwen3-8B (32 queries, 8 keys, 128 wide), bfloat16, slots scattered over
 one (``--ordered``: one after the other). A time is that of CUDA graph replays between two events;
 successive calls read different layers' pools, more of them than fit in the L2 cache, as a model's
 layers do. The floor reads the prefix's keys and values once, at the copy bandwidth measured in the
-same run; ``loads`` is a kernel that reads them by slot and does nothing else. A tree costs
+same run; ``loads`` is a kernel that reads them by slot and does nothing else; ``pack`` makes the
+bits of a step's mask, once for all layers. A tree costs
 FlashAttention 3 a pass over the prefix and upstream's fused one over the drafts.
 """
 
@@ -40,24 +41,24 @@ import triton.language as tl
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS, BATCHES = (17, 65), (1, 4, 16, 64)
 CONTEXTS = (256, 2048, 8192, 32768, 131072)
-KERNEL = "sglang.kernels.ops.attention.verify_splitkv_gqa"
+KERNELS = "sglang.kernels.ops.attention"
 # Bytes of pools that calls rotate through: several times an L2 cache.
 ROTATED_BYTES = 256 << 20
 COLUMNS = ("splitkv", "fa3", "flashinfer", "triton")
 
 
-def load_kernel() -> ModuleType:
+def load(name: str) -> ModuleType:
     try:
-        return importlib.import_module(KERNEL)
+        return importlib.import_module(f"{KERNELS}.{name}")
     except ImportError:
-        path = Path(__file__).parents[2] / "python" / f"{KERNEL.replace('.', '/')}.py"
-        spec = importlib.util.spec_from_file_location("verify_splitkv_gqa", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        folder = Path(__file__).parents[2] / "python" / KERNELS.replace(".", "/")
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
 
 
-kernel = load_kernel()
+kernel, mask_bits = load("verify_splitkv_gqa"), load("verify_mask_bits")
 
 
 def random_trees(batch: int, length: int) -> torch.Tensor:
@@ -114,7 +115,12 @@ class Problem:
             self.pools.append((k, v, keys, values))
         self.kv_indptr = torch.tensor([0, *self.prefixes], device="cuda").cumsum(0).int()
         self.qo_indptr = torch.arange(self.batch + 1, device="cuda").int() * self.length
-        self.mask = random_trees(self.batch, self.length) if self.tree else None
+        self.mask = self.words = None
+        if self.tree:
+            self.mask = random_trees(self.batch, self.length)
+            words = self.batch, self.length, mask_bits.words_a_row(self.length)
+            self.words = torch.empty(words, dtype=torch.int64, device="cuda")
+            mask_bits.pack_verify_mask_triton(self.mask, self.words)
         self.scale = self.head_dim**-0.5
 
     def layer(self) -> tuple[torch.Tensor, ...]:
@@ -148,7 +154,7 @@ class Problem:
             self.qo_indptr,
             self.kv_indptr,
             self.kv_indices,
-            self.mask,
+            self.words,
             self.length,
             self.scale,
             tiles=tiles,
@@ -170,7 +176,7 @@ class Problem:
             self.qo_indptr,
             self.kv_indptr,
             self.kv_indices,
-            self.mask,
+            self.words,
             self.length,
             self.scale,
             **features,
@@ -210,6 +216,11 @@ def loads_call(problem: Problem) -> Callable[[], object]:
 
 def splitkv_call(problem: Problem) -> Callable[[], object]:
     return problem.splitkv
+
+
+def pack_call(problem: Problem) -> Callable[[], object]:
+    """The mask as bits, which a verify step does once for all layers."""
+    return lambda: mask_bits.pack_verify_mask_triton(problem.mask, problem.words)
 
 
 def triton_call(problem: Problem) -> Callable[[], object]:
@@ -327,6 +338,7 @@ def flashinfer_call(problem: Problem) -> Callable[[], object]:
 
 CALLS = {
     "loads": loads_call,
+    "pack": pack_call,
     "splitkv": splitkv_call,
     "fa3": fa3_call,
     "flashinfer": flashinfer_call,
@@ -372,7 +384,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
     columns = args.only or COLUMNS
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
-    columns = ("loads", *columns)
+    columns = ("loads", "pack", *columns)
     print(f"{'shape':6}{'L':>4}{'batch':>6}{'context':>8}{'floor':>9}", end="")
     print("".join(f"{name:>12}" for name in columns), "   us; share of copy bandwidth", sep="")
     rows = []
@@ -393,6 +405,8 @@ def compare(args: argparse.Namespace) -> list[dict]:
                     )
                     calls = max(problem.layers, 8)
                     for name in columns:
+                        if name == "pack" and not tree:
+                            continue
                         try:
                             row[name] = microseconds(CALLS[name](problem), calls)
                         except Exception as error:  # a column that cannot run leaves the others

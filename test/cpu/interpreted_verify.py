@@ -165,8 +165,11 @@ def verify(case: dict) -> torch.Tensor:
             placeholder = torch.ones((2 * batch + batch * width) * width, dtype=torch.bool)
             forward_batch.spec_info.custom_mask = placeholder
         backend.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+        backend.init_forward_metadata_in_graph(forward_batch)
         forward_batch.spec_info = verify_input(case, width)
         backend.init_forward_metadata_out_graph(forward_batch)
+        # Recorded when captured, so it runs again in a replay.
+        backend.init_forward_metadata_in_graph(forward_batch)
     else:
         backend.init_forward_metadata(forward_batch)
     output = backend.forward_extend(

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from sglang.kernels.ops.attention import verify_splitkv_gqa
+from sglang.kernels.ops.attention import verify_mask_bits, verify_splitkv_gqa
 from sglang.kernels.ops.speculative.flashmap import (
     accepted_kv,
     adaln,
@@ -168,7 +168,8 @@ def launch_verify_attention(dtype: torch.dtype, pool: torch.Tensor, longs: torch
     indptr = torch.zeros(2, dtype=torch.int32)
     for group, length in ((4, 17), (4, 65)) if pool.dtype == dtype else ((4, 17),):
         q = torch.zeros(ROWS, group * KV_HEADS, HEAD_DIM, dtype=dtype)
-        mask = torch.zeros(length, length, dtype=torch.bool)
+        mask = torch.zeros(1, length, verify_mask_bits.words_a_row(length), dtype=torch.int64)
+        verify_mask_bits.pack_verify_mask_triton(longs.new_zeros(length**2).bool(), mask)
         everything = dict(window=8, logit_cap=30.0, sinks=torch.zeros(q.shape[1], dtype=dtype))
         for more in ({}, dict(window=8), everything) if length == 17 else ({},):
             verify_splitkv_gqa.verify_attention_triton(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.kernels.ops.attention.verify_mask_bits import pack_verify_mask, words_a_row
 from sglang.kernels.ops.attention.verify_splitkv_gqa import (
     Tiles,
     choose_tiles,
@@ -40,6 +41,13 @@ def random_masks(batch: int, length: int) -> torch.Tensor:
     return mask
 
 
+def packed(mask: torch.Tensor) -> torch.Tensor:
+    batch, length, _ = mask.shape
+    words = torch.full((batch, length, words_a_row(length)), -1)
+    pack_verify_mask(mask, words)
+    return words
+
+
 def make_args(
     dtype: torch.dtype = torch.float32,
     prefixes: list[int] = PREFIXES,
@@ -62,9 +70,7 @@ def make_args(
     qo_indptr, kv_indptr = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths, prefixes))
     # A captured graph's buffers hold more than this batch.
     kv_indices = torch.cat((torch.randperm(slots)[: sum(prefixes)], torch.full((5,), slots + 99)))
-    mask = random_masks(len(lengths), length) if tree else None
-    if tree:
-        mask = torch.cat((mask.flatten(), torch.ones(3, dtype=torch.bool)))
+    mask = packed(random_masks(len(lengths), length)) if tree else None
     return [q, k, v, out, key_buffer, value_buffer, qo_indptr, kv_indptr, kv_indices, mask, length]
 
 
@@ -80,10 +86,10 @@ def exact(
     """In float64, one query row at a time over the keys it sees."""
     q, k, v, out, key_buffer, value_buffer, qo_indptr, kv_indptr, kv_indices, mask, length = args
     batch, group = len(qo_indptr) - 1, q.shape[1] // k.shape[1]
-    if mask is None:
-        sees = torch.ones(batch, length, length, dtype=torch.bool).tril()
-    else:
-        sees = mask[: batch * length * length].view(batch, length, length).bool()
+    sees = torch.ones(batch, length, length, dtype=torch.bool).tril()
+    if mask is not None:
+        for j in range(length):
+            sees[:, :, j] = mask[:, :, j // 64] >> (j % 64) & 1
     result = torch.zeros(out.shape, dtype=torch.float64)
     for b in range(batch):
         first, last = int(qo_indptr[b]), int(qo_indptr[b + 1])
@@ -188,16 +194,28 @@ def test_float8_pool_with_scales(tree: bool, launch_and_args: Callable) -> None:
     assert_near(run(launch_and_args, args, tiles=LARGE, programs=5, **scales), expected)
 
 
-def test_strided_queries_byte_masks_and_int32_slots(launch_and_args: Callable) -> None:
+def test_strided_queries_and_int32_slots(launch_and_args: Callable) -> None:
     args = make_args()
     tokens = args[0].shape[0]
     qkv = torch.randn(tokens, 8, 32)
     args[0], args[1], args[2] = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
-    args[8], args[9] = args[8].int(), args[9].to(torch.uint8)
+    args[8] = args[8].int()
     expected = exact(args)
     verify_attention(*args, 0.3)
     assert_near(args[3], expected)
     assert_near(run(launch_and_args, args, tiles=SMALL, programs=4), expected)
+
+
+@pytest.mark.parametrize("feature", ["plain", "window"])
+def test_more_drafts_than_a_word_has_bits(feature: str, launch_and_args: Callable) -> None:
+    args = make_args(torch.float32, [20, 0], [70, 65], 2, 1, 16, 16)
+    expected = exact(args, **FEATURES[feature])
+    verify_attention(*args, 0.3, **FEATURES[feature])
+    assert_near(args[3], expected)
+    tiles = Tiles(64, 64, 4, 1, 1, 1)
+    for some in (tiles, tiles._replace(block_n=32)):
+        actual = run(launch_and_args, args, tiles=some, programs=3, **FEATURES[feature])
+        assert_near(actual, expected)
 
 
 def test_siblings_share_a_position_of_the_window(launch_and_args: Callable) -> None:
@@ -206,7 +224,7 @@ def test_siblings_share_a_position_of_the_window(launch_and_args: Callable) -> N
     args = make_args(torch.float32, [9], [7], tree=True)
     star = torch.eye(7, dtype=torch.bool)
     star[:, 0] = True
-    args[9] = star.flatten()
+    args[9] = packed(star[None])
     expected = exact(args, window=1)
     assert_near(run(launch_and_args, args, tiles=SMALL, programs=2, window=1), expected)
     args[5][:] = 0

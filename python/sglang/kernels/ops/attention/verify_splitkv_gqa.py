@@ -1,7 +1,7 @@
 """Attention of a verify step: L draft tokens a request over its paged prefix and each other.
 
 Every draft token sees the request's whole prefix, and of the other draft tokens its ancestors (a
-tree, given by a mask of L x L cells a request) or those before it (a chain). Decode kernels read
+tree, given by a mask of L x L bits a request) or those before it (a chain). Decode kernels read
 the prefix once per query token and prefill kernels once per query head; here all query heads of a
 key head and all draft tokens are the rows of one query tile (``G = H / Hkv`` heads times L tokens),
 so the prefix is read once per key head. The prefix needs no mask: only the L x L block has one.
@@ -166,8 +166,8 @@ def verify_attention_torch(
         if mask is None:
             sees = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
         else:
-            cells = mask.flatten()[b * max_len * max_len : (b + 1) * max_len * max_len]
-            sees = cells.view(max_len, max_len)[:length, :length] != 0
+            bits = mask[b, :length, :, None] >> torch.arange(64, device=q.device)
+            sees = (bits & 1).flatten(1)[:, :length] != 0
         visible = torch.cat((sees.new_ones(length, prefix), sees), dim=1)
         if window > 0:
             # Siblings share a position: it is the number of ancestors that counts.
@@ -237,29 +237,32 @@ def _load_q(q_ptr, row, length, row0, head0, token_stride, head_stride, d, GROUP
 
 
 @triton.jit
-def _sees(mask_ptr, token, j, b, length, L, HAS_MASK: tl.constexpr):
-    """Whether draft ``token`` sees draft ``j``."""
+def _mask_word(mask_ptr, token, b, length, word, L: tl.constexpr):
+    """Bits of which drafts ``64 * word`` and up draft ``token`` sees."""
+    WORDS: tl.constexpr = (L + 63) // 64
+    row = mask_ptr + (b * L + token) * WORDS
+    return tl.load(row + word, mask=(token < length) & (word < WORDS), other=0)
+
+
+@triton.jit
+def _sees(word, token, j, length, HAS_MASK: tl.constexpr):
+    """Whether draft ``token`` sees draft ``j``; ``word``: its bits where ``j`` is."""
     inside = (token < length)[:, None] & (j < length)[None, :]
     if HAS_MASK:
-        cell = mask_ptr + (b * L + token.to(tl.int64))[:, None] * L + j[None, :]
-        return inside & (tl.load(cell, mask=inside, other=0) != 0)
+        return inside & (((word[:, None] >> (j % 64)[None, :].to(tl.int64)) & 1) != 0)
     return inside & (j[None, :] <= token[:, None])
 
 
 @triton.jit
-def _depth(
-    mask_ptr,
-    token,
-    b,
-    length,
-    L: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-):
+def _depth(mask_ptr, token, b, length, L: tl.constexpr, HAS_MASK: tl.constexpr):
     """Position of draft ``token`` after the prefix: its ancestors."""
     if HAS_MASK:
-        seen = _sees(mask_ptr, token, tl.arange(0, BLOCK_L), b, length, L, HAS_MASK)
-        return tl.sum(seen.to(tl.int32), 1) - 1
+        depth = tl.zeros_like(token) - 1
+        for word in tl.static_range((L + 63) // 64):
+            bits = _mask_word(mask_ptr, token, b, length, word, L)
+            seen = _sees(bits, token, word * 64 + tl.arange(0, 64), length, HAS_MASK)
+            depth += tl.sum(seen.to(tl.int32), 1)
+        return depth
     return token
 
 
@@ -357,7 +360,6 @@ def _verify_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    DEPTH_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -410,7 +412,11 @@ def _verify_kernel(
         token = row // GROUP
         if WINDOW > 0:
             # A key at n is near a draft if depth + prefix - n <= WINDOW.
-            reach = _depth(mask_ptr, token, b, length, L, DEPTH_L, HAS_MASK) + prefix - WINDOW
+            reach = _depth(mask_ptr, token, b, length, L, HAS_MASK) + prefix - WINDOW
+        word = token
+        if HAS_MASK:
+            # Here, so that it has come when the prefix is done.
+            word = _mask_word(mask_ptr, token, b, length, 0, L)
 
         # Whole tiles of the prefix, which need no mask unless there is a window.
         keys_ptr = key_ptr + kv_head * key_head_stride
@@ -480,9 +486,12 @@ def _verify_kernel(
                 mask=inside[:, None] & (dv < DV)[None, :],
                 other=0.0,
             )
-            sees = _sees(mask_ptr, token, j, b, length, L, HAS_MASK)
+            sees = _sees(word, token, j, length, HAS_MASK)
+            if HAS_MASK and L > 64:
+                # Read one tile ahead.
+                word = _mask_word(mask_ptr, token, b, length, (j0 + BLOCK_L) // 64, L)
             if WINDOW > 0:
-                key_position = _depth(mask_ptr, j, b, length, L, DEPTH_L, HAS_MASK) + prefix
+                key_position = _depth(mask_ptr, j, b, length, L, HAS_MASK) + prefix
                 sees = sees & (key_position[None, :] >= reach[:, None])
             peak, total, acc = _attend(q, k, v, sees, peak, total, acc, scale_log2, LOGIT_CAP, True)
 
@@ -712,8 +721,8 @@ def verify_attention_triton(
     assert key_buffer.dtype == value_buffer.dtype and key_buffer.dtype in POOL_DTYPES
     assert sm_scale > 0 and k_scale > 0
     if mask is not None:
-        assert mask.is_contiguous() and mask.numel() >= batch * max_len * max_len
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+        assert mask.is_contiguous() and mask.dtype == torch.int64
+        assert mask.shape == (batch, max_len, triton.cdiv(max_len, 64))
     if q.numel() == 0 or batch == 0:
         return
 
@@ -776,8 +785,7 @@ def verify_attention_triton(
         HAS_SINKS=sinks is not None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_L=min(tiles.block_n, max(16, triton.next_power_of_2(max_len))),
-        DEPTH_L=triton.next_power_of_2(max_len),
+        BLOCK_L=min(tiles.block_n, 64, max(16, triton.next_power_of_2(max_len))),
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv,
         BLOCK_B=block_b,
@@ -896,8 +904,9 @@ def verify_attention(
         qo_indptr: ``(B + 1,)`` integers, each request's first draft token.
         kv_indptr: ``(B + 1,)`` integers, where its prefix begins in ``kv_indices``.
         kv_indices: integers, pool slots of the prefixes in order; slots, so any page size.
-        mask: ``B * L * L`` bools or bytes, contiguous (upstream's QLEN_ONLY layout): ``[b, i, j]``
-            is whether draft ``i`` sees draft ``j``, itself included. None: drafts up to itself.
+        mask: ``(B, L, ceil(L / 64))`` int64, contiguous: bit ``j % 64`` of ``[b, i, j // 64]`` is
+            whether draft ``i`` sees draft ``j``, itself included (``verify_mask_bits`` packs
+            them). None: drafts up to itself.
         max_len: ``L``, most draft tokens of a request; ``mask`` and the launch are sized by it.
         sm_scale: positive factor of the scores.
         k_scale: factor of the pool's keys; ``v_scale``: of its values. ``k`` and ``v`` have none.

@@ -3,7 +3,9 @@
 All but TARGET_VERIFY is upstream's triton backend. A verify step runs
 ``kernels/ops/attention/verify_splitkv_gqa.py``, through the hook that backend has for such kernels,
 with the mask upstream calls QLEN_ONLY: the drafts' own ``L x L`` cells of each request and no
-column for the prefix. A verify input without a mask is a chain.
+column for the prefix. A verify input without a mask is a chain. The kernel reads masks as bits, so
+they are packed once a step: in a graph from the buffer that the graph owns, which is filled before
+a replay, else from the verify input's own.
 
 The kernel is never bypassed within a batch, since upstream's would misread the mask. What it
 cannot take is refused when the backend is built, before the server answers anything.
@@ -14,9 +16,11 @@ cannot take is refused when the backend is built, before the server answers anyt
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from sglang.kernels.ops.attention.verify_mask_bits import pack_verify_mask, words_a_row
 from sglang.kernels.ops.attention.verify_splitkv_gqa import (
     POOL_DTYPES,
     choose_tiles,
@@ -32,7 +36,10 @@ from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_polic
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.triton_backend import ForwardMetadata
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.spec_info import SpecInput
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +91,44 @@ class SplitKVAttnBackend(TritonAttnBackend):
         return super()._update_target_verify_buffers(
             plan, bs, seq_lens, spec_info, req_pool_indices
         )
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, *args: Any, **options: Any):
+        super().init_cuda_graph_state(max_bs, max_num_tokens, *args, **options)
+        self._graph_words = None
+        if self._verify_mask is not None:
+            self._graph_words = self._new_words(max_bs, self.num_draft_tokens).flatten()
+
+    def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
+        super().init_forward_metadata(forward_batch)
+        metadata = self.forward_metadata
+        if forward_batch.forward_mode.is_target_verify() and metadata.custom_mask is not None:
+            words = self._new_words(metadata.qo_indptr.shape[0] - 1, metadata.max_extend_len)
+            pack_verify_mask(metadata.custom_mask, words)
+            metadata.custom_mask = words
+
+    def _build_cuda_graph_forward_metadata(
+        self,
+        bs: int,
+        forward_mode: "ForwardMode",
+        spec_info: Optional["SpecInput"],
+        swa_out_cache_loc: Optional[torch.Tensor] = None,
+    ) -> "ForwardMetadata":
+        metadata = super()._build_cuda_graph_forward_metadata(
+            bs, forward_mode, spec_info, swa_out_cache_loc
+        )
+        if metadata.custom_mask is not None:
+            shape = bs, metadata.max_extend_len, words_a_row(metadata.max_extend_len)
+            metadata.custom_mask = self._graph_words[: math.prod(shape)].view(shape)
+        return metadata
+
+    def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
+        words = self.forward_metadata.custom_mask
+        if forward_batch.forward_mode.is_target_verify() and words is not None:
+            pack_verify_mask(self._verify_mask.buffer, words)
+
+    def _new_words(self, batch: int, length: int) -> torch.Tensor:
+        shape = batch, length, words_a_row(length)
+        return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
 
 def verify_step(
