@@ -4,9 +4,11 @@
 #   scripts/train_demo_draft.sh asks SECONDS   answers to prompts from templates, likewise
 #   scripts/train_demo_draft.sh base SECONDS   the one-jump baseline on `data`; run again to go on
 #   scripts/train_demo_draft.sh more SECONDS   the same from there on `data` and `asks`: the draft that is shipped
+#   scripts/train_demo_draft.sh accept SECONDS the same from INIT (the shipped draft) on all data, twice for at most SECONDS
+#                                              each: for acceptance at T = 1 into `accept`, then by cross-entropy into `again`
 #   scripts/train_demo_draft.sh flow SECONDS   stage 1
 #   scripts/train_demo_draft.sh map SECONDS    stage 2, from the flow's release
-# RUN is the folder of everything (run); steps are set by BASE_STEPS, MORE_STEPS, FLOW_STEPS, MAP_STEPS, whose
+# RUN is the folder of everything (run); steps are set by BASE_STEPS, MORE_STEPS, ACCEPT_STEPS, FLOW_STEPS, MAP_STEPS, whose
 # learning rates come down by then; SECONDS stops a run early and still writes its release. A small model leaves a GPU
 # idle between launches, so `base` beside `flow` and then `map` cost little more than alone.
 set -eu
@@ -54,6 +56,13 @@ more)
     "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/more" --stage one-jump \
         --init "$RUN/base/release" --labels target --lr 1.5e-3 --slot-decay 3 --steps "${MORE_STEPS:-5300}"
     ;;
+accept)
+    # One process after the other would read the target again, and two at once would keep its states twice.
+    "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/accept" --stage one-jump \
+        --init "${INIT:-drafts/$name}" --labels target --lr "${ACCEPT_LR:-1e-3}" --slot-decay 3 \
+        --steps "${ACCEPT_STEPS:-4000}" --acceptance-weight "${ACCEPT_WEIGHT:-1}" \
+        --acceptance-loss "${ACCEPT_LOSS:-length}" --then "--acceptance-weight 0 --output $RUN/again"
+    ;;
 flow)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/flow" --stage flow \
         --lr 2e-3 --steps "${FLOW_STEPS:-3500}"
@@ -63,7 +72,7 @@ map)
         --init "$RUN/flow/release" --data-weight 0.5 --labels target --lr 1e-3 --steps "${MAP_STEPS:-1300}"
     ;;
 *)
-    echo "error: $what is none of data, asks, base, more, flow, map." >&2
+    echo "error: $what is none of data, asks, base, more, accept, flow, map." >&2
     exit 1
     ;;
 esac

@@ -2,7 +2,8 @@
 
 Three stages to choose from (scripts/train/objectives.py): `flow`, then `map` with `--init` the
 flow's release; or `one-jump`, the baseline. `--output` holds the checkpoint, from which the same
-command goes on, and at the end `release/`, the folder to serve.
+command goes on, and at the end `release/`, the folder to serve. `--then ARGUMENTS` adds a run with
+these arguments changed: it starts with the target loaded, and with `--remember` read.
 Several GPUs: `torchrun --nproc-per-node N scripts/train_draft.py …`.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +31,9 @@ from train.parallel import World
 from train.recipe import STAGES, Recipe
 from train.release import read_release, write_release
 from train.token_file import TokenFiles
+
+_SHARED = ("target", "data", "max_length", "remember", "device", "dtype", "then")
+"""Options that the runs of one command have in common."""
 
 
 def make_recipe(options: argparse.Namespace) -> Recipe:
@@ -87,25 +92,42 @@ def make_network(options: argparse.Namespace, target_config: Any) -> DraftNetwor
     )
 
 
-def make_trainer(options: argparse.Namespace, world: World) -> tuple[Trainer, TokenFiles]:
-    """Raises ForkError or FlashMapConfigError when the run cannot start."""
-    recipe = make_recipe(options)
-    if recipe.stage == "map" and not options.init:
-        raise ForkError("--stage map distils a flow: pass --init, the release of a --stage flow.")
+def open_target(
+    options: argparse.Namespace, world: World, recipe: Recipe
+) -> tuple[TargetReader, TokenFiles]:
     files = TokenFiles(options.data)
     model = load_target(options.target, world.device, options.dtype)
     vocab_size = model.config.get_text_config().vocab_size
     tokenizer = load_tokenizer(options.target)
     files.check_tokenizer(tokenizer, vocab_size, options.target.resolve().name)
-    network = make_network(options, model.config).to(world.device)
+    layers = make_network(options, model.config).config.target_layer_ids
+    if options.remember:
+        return RememberingReader(model, layers, files, recipe.max_length), files
+    return TargetReader(model, layers), files
+
+
+def make_trainer(
+    options: argparse.Namespace,
+    world: World,
+    opened: tuple[TargetReader, TokenFiles] | None = None,
+) -> tuple[Trainer, TokenFiles]:
+    """`opened`: what an earlier run of the command has read.
+
+    Raises ForkError or FlashMapConfigError when the run cannot start.
+    """
+    recipe = make_recipe(options)
+    if recipe.stage == "map" and not options.init:
+        raise ForkError("--stage map distils a flow: pass --init, the release of a --stage flow.")
+    reader, files = opened or open_target(options, world, recipe)
+    network = make_network(options, reader.config).to(world.device)
+    if network.config.target_layer_ids != reader.layer_ids:
+        raise ForkError(
+            f"the draft of --then reads the target's layers {network.config.target_layer_ids}, the "
+            f"first one {reader.layer_ids}: train it with a command of its own."
+        )
     flow = None
     if recipe.stage == "map":
-        flow = make_network(options, model.config).to(world.device).requires_grad_(False)
-    layers = network.config.target_layer_ids
-    if options.remember:
-        reader: TargetReader = RememberingReader(model, layers, files, recipe.max_length)
-    else:
-        reader = TargetReader(model, layers)
+        flow = make_network(options, reader.config).to(world.device).requires_grad_(False)
     source = BatchSource(
         files,
         batch_size=recipe.batch_size,
@@ -154,17 +176,26 @@ def record(trainer: Trainer, files: TokenFiles, options: argparse.Namespace) -> 
     }
 
 
-def train(options: argparse.Namespace, world: World) -> None:
-    trainer, files = make_trainer(options, world)
-    if options.dry_run:
-        print(estimate(trainer))
-        return
+def train(runs: list[argparse.Namespace], world: World) -> None:
+    opened = None
+    for options in runs:
+        trainer, files = make_trainer(options, world, opened)
+        opened = trainer.reader, files
+        if options.dry_run:
+            print(estimate(trainer))
+            continue
+        train_one(trainer, files, options)
+        if trainer.interrupted:
+            return
+
+
+def train_one(trainer: Trainer, files: TokenFiles, options: argparse.Namespace) -> None:
     done = trainer.run(
         save_seconds=options.save_seconds,
         validate_every=options.validate_every,
         seconds=options.seconds,
     )
-    if world.rank == 0 and (done or options.release_early):
+    if trainer.world.rank == 0 and (done or options.release_early):
         network = trainer.average.network
         network.config.draft_vocab_size = options.draft_vocab_size
         write_release(
@@ -187,6 +218,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, required=True, help="the run's folder")
     add("--stage", choices=STAGES, required=True)
     add("--init", type=Path, help="a release to start from; its sizes are used")
+    add("--then", action="append", default=[], help="a run after it, with these arguments changed")
     add("--dry-run", action="store_true", help="print memory and time, save nothing")
     for name, default, words in (
         ("hidden-size", 384, "of the draft (384)"),
@@ -239,11 +271,34 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def parse_runs(arguments: list[str] | None) -> list[argparse.Namespace]:
+    """The options of the command's run, and of each `--then`.
+
+    Raises ForkError when one cannot start, or cannot share a command with the first.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    first = parse(arguments)
+    runs = [first, *(parse([*arguments, *shlex.split(words)]) for words in first.then)]
+    for options in runs:
+        make_recipe(options)
+        for name in _SHARED:
+            if getattr(options, name) != getattr(first, name):
+                raise ForkError(
+                    f"--then changes --{name.replace('_', '-')}, which the runs of a command "
+                    "share: train it with a command of its own."
+                )
+    return runs
+
+
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    world = World.join(options.device)
     try:
-        train(options, world)
+        runs = parse_runs(arguments)
+    except ForkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    world = World.join(runs[0].device)
+    try:
+        train(runs, world)
     except (ForkError, FlashMapConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -67,7 +67,7 @@ class TargetReader:
 
     def __init__(self, model: Any, layer_ids: list[int]) -> None:
         self._model = model
-        self._layer_ids = layer_ids
+        self.config, self.layer_ids = model.config, list(layer_ids)
         self.embedding: torch.Tensor = model.get_input_embeddings().weight
         """`E (V, H)`."""
         self.lm_head: nn.Module = model.get_output_embeddings()
@@ -92,7 +92,7 @@ class TargetReader:
         `(B, S, H)` that the LM head reads."""
         body = self._model.get_decoder()
         out = body(input_ids=tokens, output_hidden_states=True, use_cache=False)
-        context = torch.cat([out.hidden_states[i + 1] for i in self._layer_ids], dim=-1)
+        context = torch.cat([out.hidden_states[i + 1] for i in self.layer_ids], dim=-1)
         return context, out.last_hidden_state
 
 

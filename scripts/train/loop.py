@@ -81,6 +81,7 @@ class Trainer:
         self._one_jump = OneJump(reader, decay=recipe.slot_decay)
         self._autocast = torch.device(world.device).type == "cuda"
         self.step, self.curves, self.seconds = 0, Curves(), 0.0
+        self.interrupted = False
         self._last_saved_step = 0
         self._reading = ThreadPoolExecutor(1, "batches")
         self._next: tuple[int, Future[Batch]] | None = None
@@ -150,7 +151,8 @@ class Trainer:
                     recent = []
                 if validate_every and (self.step % validate_every == 0 or last):
                     self.validate()
-                stop = self.world.any(stopping.asked or (0 < seconds < now - started))
+                self.interrupted = self.world.any(stopping.asked)
+                stop = self.world.any(self.interrupted or (0 < seconds < now - started))
                 if stop or last or self.world.any(now - saved > save_seconds):
                     self.save()
                     saved = time.monotonic()

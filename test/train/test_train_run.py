@@ -16,6 +16,7 @@ import pytest
 import torch
 import train_draft
 from train import checkpoint
+from train.features import RememberingReader
 from train.objectives import OneJump
 from training_runs import train_command
 
@@ -109,6 +110,41 @@ def test_dry_run_prints_memory_and_time_and_saves_nothing(target, data, tmp_path
     assert "M parameters" in rows["draft"] and rows["all steps"].strip().startswith("12 · ")
     assert {"checkpoint", "peak measured", "a step"} <= {key.strip() for key in rows}
     assert not list((tmp_path / "run").iterdir())
+
+
+def test_then_trains_another_draft_on_the_states_read(target, data, tmp_path, monkeypatch) -> None:
+    read, fill = [], RememberingReader._fill
+    monkeypatch.setattr(
+        RememberingReader, "_fill", lambda self, *args: (read.append(self), fill(self, *args))
+    )
+    more = (*STEPS, "--steps", 2, "--remember")
+    then = f"--lr 0.5 --output {tmp_path / 'second'}"
+    command = train_command(target, data, tmp_path / "first", *more, "--then", then)
+    assert train_draft.main(command) == 0
+    assert len(set(map(id, read))) == 1
+    assert train_draft.main(train_command(target, data, tmp_path / "own", *more, "--lr", 0.5)) == 0
+    assert_same(tmp_path / "second", tmp_path / "own")
+    assert not torch.equal(*(weights(tmp_path / run)["fc.weight"] for run in ("first", "second")))
+
+
+def test_terminated_run_starts_no_other(target, data, tmp_path, monkeypatch) -> None:
+    loss = OneJump.loss
+
+    def terminate(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return loss(self, *args)
+
+    monkeypatch.setattr(OneJump, "loss", terminate)
+    command = train_command(target, data, tmp_path / "first", *STEPS)
+    assert train_draft.main([*command, "--then", f"--output {tmp_path / 'second'}"]) == 0
+    assert checkpoint.load(tmp_path / "first")["step"] == 1
+    assert not (tmp_path / "second").exists()
+
+
+def test_then_shares_the_target_and_its_data(target, data, tmp_path, capsys) -> None:
+    command = train_command(target, data, tmp_path / "run", *STEPS)
+    assert train_draft.main([*command, "--then", "--max-length 20"]) == 1
+    assert "--then changes --max-length" in capsys.readouterr().err
 
 
 def test_other_arguments_do_not_resume(target, data, unbroken, capsys) -> None:
