@@ -98,18 +98,22 @@ def _headline(config: dict, record: dict, evaluation: dict | None) -> str:
         return f"Tokens a target pass, measured with the server: {', '.join(parts)}."
     if not config["flow_map"]:
         return "A stage-1 flow: the start of a draft, not one that can be served."
-    lengths = record["runs"][-1]["curves"]["accept_length"]
-    if not lengths:
+    curves = record["runs"][-1]["curves"]
+    if not curves["accept_length"]:
         return "Not evaluated yet."
-    return f"Tokens a target pass on held-out greedy text, one jump: {lengths[-1][1]:.2f}."
+    words = f"on held-out greedy text, one jump: {curves['accept_length'][-1][1]:.2f}"
+    if curves.get("sampled_accept_length"):
+        words += f"; sampled, T = 1: {curves['sampled_accept_length'][-1][1]:.2f}"
+    return f"Tokens a target pass {words}."
 
 
 def _recipe(run: dict[str, Any]) -> list[str]:
     rows = ["| setting | value |", "|---|---|"]
     stage = run["recipe"]["stage"]
     for key, words in _RECIPE_WORDS.items():
-        # Records of earlier versions lack the settings that came later.
-        if stage in _STAGES_OF.get(key, (stage,)) and key in run["recipe"]:
+        # Records of versions before the acceptance loss lack its settings.
+        plain = key.startswith("acceptance_") and not run["recipe"].get("acceptance_weight")
+        if stage in _STAGES_OF.get(key, (stage,)) and not plain:
             rows.append(f"| {words} | {run['recipe'][key]} |")
     return [*rows, f"| seconds on {run['ranks']} × {run['device']} | {run['seconds']:.0f} |"]
 

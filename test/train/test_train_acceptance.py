@@ -194,6 +194,9 @@ def test_training_for_acceptance_raises_it(kind, target, data, trained, tmp_path
     runs = (start, tmp_path / "run")
     before, after = (curves(run)["sampled_accept_length"][-1][1] for run in runs)
     assert after > before
+    card = (tmp_path / "run/release/README.md").read_text()
+    assert "| share of the loss on what rejection keeps | 1.0 |" in card
+    assert f"; sampled, T = 1: {after:.2f}." in card
 
 
 def test_acceptance_needs_the_targets_distributions(target, data, tmp_path, capsys) -> None:
