@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
+from sglang.srt.speculative.flashmap.side_stream import SideStream
 
 from drafts.oracle import _PEAK
 
@@ -41,12 +42,14 @@ class DeviceOracleDraftModel(FlashMapDraftModel):
         slots: torch.Tensor,
         active: torch.Tensor,
         context: DraftContext,
-    ) -> None:
-        super().write_anchor(
-            anchors, positions=positions, slots=slots, active=active, context=context
+        side: SideStream | None = None,
+    ) -> DraftContext:
+        context = super().write_anchor(
+            anchors, positions=positions, slots=slots, active=active, context=context, side=side
         )
         last = self._which.shape[0] - 1
         self._reference = self._which[positions.clamp_max(last), anchors]
+        return context
 
     def draft_logits(
         self,
@@ -61,9 +64,7 @@ class DeviceOracleDraftModel(FlashMapDraftModel):
         candidate = torch.arange(num_candidates, device=positions.device)[:, None]
         slot = torch.arange(self.config.block_size, device=positions.device)
         reference = self._reference[:, None, None]
-        right = self._tokens[
-            reference.clamp_min(0), positions.clamp_max(self._tokens.shape[1] - 1)
-        ]
+        right = self._tokens[reference.clamp_min(0), positions.clamp_max(self._tokens.shape[1] - 1)]
         mixed = (positions * 1000003 + slot * 7919 + candidate * 104729) * 2654435761
         wrong = ((mixed >> 12) % 2**20 < self._wrong) | (reference < 0)
         drafted = torch.where(wrong, right + 1 + candidate, right) % self.config.vocab_size

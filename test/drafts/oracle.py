@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
+from sglang.srt.speculative.flashmap.side_stream import SideStream
 
 from drafts.replay import Corruption, Reference, Replay
 
@@ -44,13 +45,15 @@ class OracleDraftModel(FlashMapDraftModel):
         slots: torch.Tensor,
         active: torch.Tensor,
         context: DraftContext,
-    ) -> None:
-        super().write_anchor(
-            anchors, positions=positions, slots=slots, active=active, context=context
+        side: SideStream | None = None,
+    ) -> DraftContext:
+        context = super().write_anchor(
+            anchors, positions=positions, slots=slots, active=active, context=context, side=side
         )
         rows = context.req_pool_indices.tolist()
         self._anchors = list(zip(rows, positions.tolist(), anchors.tolist()))
         self._references = [self._replay.match(*anchor) for anchor in self._anchors]
+        return context
 
     def draft_logits(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel
+from sglang.srt.speculative.flashmap.side_stream import SideStream
 
 
 class ProposalDraftModel(FlashMapDraftModel):
@@ -27,11 +28,13 @@ class ProposalDraftModel(FlashMapDraftModel):
         slots: torch.Tensor,
         active: torch.Tensor,
         context: DraftContext,
-    ) -> None:
-        super().write_anchor(
-            anchors, positions=positions, slots=slots, active=active, context=context
+        side: SideStream | None = None,
+    ) -> DraftContext:
+        context = super().write_anchor(
+            anchors, positions=positions, slots=slots, active=active, context=context, side=side
         )
         self._anchors, self._positions = anchors.cpu(), positions.cpu()
+        return context
 
     def draft_logits(
         self,

@@ -143,6 +143,11 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
             skinny_linear.skinny_linear_triton(
                 x, square, weight, scale, scale[:ROWS], "gelu", out, tiles
             )
+        whole = skinny_linear.Tiles(16, 512, 1, 8, 8, 1, whole=1)
+        held = torch.zeros(DIM, 512).to(weight_dtype)
+        skinny_linear.skinny_linear_triton(
+            torch.zeros(ROWS, 512, dtype=dtype), held, weight, scale, None, "none", out, list(whole)
+        )
         if dtype.itemsize == 2:
             launch_residual(dtype, weight_dtype)
 

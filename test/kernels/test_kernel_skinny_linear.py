@@ -65,6 +65,27 @@ def test_skinny_linear(
     assert_rounded_once(activated, torch.nn.functional.gelu(y))
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "e4m3"])
+def test_weights_held_whole(weights: str, splits: int, launch_and_args: Callable) -> None:
+    """A program's weights are all read before ``x`` is there."""
+    dtype = torch.float32 if weights == "fp32" else torch.bfloat16
+    x, weight, bias = operands(11, 40, 256, dtype)
+    factors = {}
+    if weights == "e4m3":
+        weight = (8 * weight).to(torch.float8_e4m3fn)
+        factors = dict(scale=torch.rand(40) + 0.5, row_scale=torch.rand(11) + 0.5)
+    tiles = Tiles(16, 256 // splits, splits, 2, 2, 1, whole=1)
+    y = run(launch_and_args, x, weight, bias, tiles=tiles, **factors)
+    exact = x.double() @ weight.double().T
+    exact = exact * factors["scale"] * factors["row_scale"][:, None] if factors else exact
+    exact = exact + bias.double()
+    if dtype == torch.float32:
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+    else:
+        assert_rounded_once(y, exact.to(dtype))
+
+
 def test_skinny_linear_of_strided_rows_without_bias(launch_and_args: Callable) -> None:
     x, weight, _ = operands(7, 48, 384, torch.bfloat16)
     y = run(launch_and_args, x[:, 128:], weight[:, :256], None)
@@ -114,6 +135,7 @@ def test_default_tiles_fit(sms: int, rows: int) -> None:
     """Their scratch fits for every product of a Qwen3-8B draft; no split is empty."""
     for n, k in [(2048, 2048), (6144, 2048), (8192, 2048), (2048, 8192), (2048, 20480), (40, 64)]:
         tiles = default_tiles(rows, n, k, sms)
+        assert not tiles.whole or tiles.block_k * tiles.splits == k
         assert tiles.splits * n * 64 <= 1 << 20 and n <= 1024 * tiles.block_n
         share = math.ceil(math.ceil(k / tiles.block_k) / tiles.splits) * tiles.block_k
         assert (tiles.splits - 1) * share < k

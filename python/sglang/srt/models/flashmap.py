@@ -57,6 +57,7 @@ from sglang.srt.speculative.flashmap.memory import parameter_bytes
 from sglang.srt.speculative.flashmap.noise import Stream, noise_factor
 from sglang.srt.speculative.flashmap.projection import Modulation, Projection
 from sglang.srt.speculative.flashmap.residual import FusedStream, ModulatedStream
+from sglang.srt.speculative.flashmap.side_stream import SideStream
 from torch import nn
 
 # Context rows projected at a time: bounds the (rows, layers · 2 · kv) scratch of a long prefill.
@@ -183,6 +184,9 @@ class DraftContext:
     # Rotary tables of the slots' positions and the anchors', where they are made already.
     rope: Optional[torch.Tensor] = None
     anchor_rope: Optional[torch.Tensor] = None
+    # Where anchors are written on a stream of their own: events that the first layer and the others
+    # wait for, see `write_anchor`.
+    written: tuple[torch.cuda.Event, ...] = ()
 
 
 # What a draft starts from: normal draws, the folded form's, or the bank's.
@@ -600,12 +604,33 @@ class FlashMapDraftModel(nn.Module):
         slots: torch.Tensor,
         active: torch.Tensor,
         context: DraftContext,
-    ) -> None:
+        side: Optional[SideStream] = None,
+    ) -> DraftContext:
         """Write the anchors' context entries: token ids ``anchors (B,)`` at ``positions (B,)`` into
-        pool ``slots (B,)``, for requests whose ``active (B,)`` int32 is 1."""
+        pool ``slots (B,)``, for requests whose ``active (B,)`` int32 is 1.
+
+        Returns ``context``, for what attends to them; with ``side`` they are written there, the
+        first layer's for themselves, since it attends long before the others.
+        """
+        if side is not None:
+            with side.fork():
+                entry = self._anchor_entry(anchors)
+                written = []
+                count = self.config.num_hidden_layers
+                for layers in (slice(0, 1), slice(1, count))[:count]:
+                    self._write_anchor_entry(entry, positions, slots, active, context, layers)
+                    written.append(side.mark())
+            return dataclasses.replace(context, written=tuple(written))
+        entry = self._anchor_entry(anchors)
+        self._write_anchor_entry(entry, positions, slots, active, context, slice(None))
+        return context
+
+    def _anchor_entry(self, anchors: torch.Tensor) -> torch.Tensor:
         embedded = self.embedding[anchors].to(self.dtype)
         hidden = self._anchor_proj(embedded)
-        entry = rms_norm(hidden, self.anchor_norm.weight, self.config.rms_norm_eps)
+        return rms_norm(hidden, self.anchor_norm.weight, self.config.rms_norm_eps)
+
+    def _write_anchor_entry(self, entry, positions, slots, active, context, layers) -> None:
         self._write_context(
             entry,
             rope=self._rope(positions, context.anchor_rope),
@@ -613,22 +638,35 @@ class FlashMapDraftModel(nn.Module):
             key_buffers=context.key_buffers,
             value_buffers=context.value_buffers,
             commit_lens=active,
+            layers=layers,
         )
 
     def _write_context(
-        self, entry, *, rope, slots, key_buffers, value_buffers, commit_lens
+        self,
+        entry,
+        *,
+        rope,
+        slots,
+        key_buffers,
+        value_buffers,
+        commit_lens,
+        layers: slice = slice(None),
     ) -> None:
+        """Write context entries of ``entry (T, d)`` of some ``layers``."""
         config = self.config
-        kv = self._context_kv(entry).view(
-            -1, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim
-        )
+        first, end, _ = layers.indices(config.num_hidden_layers)
+        width = 2 * config.num_key_value_heads * config.head_dim
+        product = self._context_kv
+        if end - first < config.num_hidden_layers:
+            product = product.rows(first * width, end * width)
+        kv = product(entry).view(-1, end - first, 2, config.num_key_value_heads, config.head_dim)
         write_context_kv(
             kv,
-            self._context_k_norm,
+            self._context_k_norm[first:end],
             rope,
             slots,
-            key_buffers,
-            value_buffers,
+            key_buffers[first:end],
+            value_buffers[first:end],
             config.qk_norm_eps,
             commit_lens,
         )
@@ -781,6 +819,8 @@ class FlashMapDraftModel(nn.Module):
             )
             stream.add(project.self_o, attended.reshape(-1, heads * dim), self_mod.gate)
 
+            if i < len(context.written):
+                context.written[i].wait()
             query = stream.read(project.cross_q, cross_mod)
             attended = self.attention(
                 query.view(requests, num_candidates * slots, heads, dim),

@@ -97,9 +97,7 @@ class Acceptor:
             return drawn
         return torch.where(greedy_rows(info)[:, None], self._argmax(logits), drawn)
 
-    def _reject(
-        self, batch: "ScheduleBatch", draft: DraftBlock, logits: torch.Tensor
-    ) -> Accepted:
+    def _reject(self, batch: "ScheduleBatch", draft: DraftBlock, logits: torch.Tensor) -> Accepted:
         """Rejection on the chain of candidate 0, whose slot ``i`` is row ``i`` of its window."""
         info, length = batch.sampling_info, self._serve.num_drafts
         width = self._serve.verify_width

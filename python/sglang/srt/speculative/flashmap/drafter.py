@@ -30,6 +30,7 @@ from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.memory import pool_bytes
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream
 from sglang.srt.speculative.flashmap.plan import first_requests
+from sglang.srt.speculative.flashmap.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class Drafter:
         self.seed_table = seed_table
         self.req_to_token = req_to_token
         self._buffers = pool_buffers(pool, model.config.num_hidden_layers)
+        self._side = SideStream(req_to_token.device) if req_to_token.is_cuda else None
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DraftBlock]] = {}
         self._inputs: DraftInputs | None = None
         self._logits: torch.Tensor | None = None
@@ -162,12 +164,13 @@ class Drafter:
             rope=rows.rope,
             anchor_rope=rows.anchor_rope,
         )
-        model.write_anchor(
+        context = model.write_anchor(
             inputs.anchors,
             positions=inputs.seq_lens,
             slots=rows.anchor_slots,
             active=inputs.active,
             context=context,
+            side=self._side,
         )
         noise = model.draw_noise(rows.seeds, rows.offsets)
         logits = model.draft_logits(noise, rows.positions, context, candidates, out=out)

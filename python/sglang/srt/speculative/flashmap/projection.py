@@ -79,6 +79,11 @@ class Projection:
             return skinny_linear(x, self.weight, self.bias, **options)
         return fp8_linear(x, self.weight, self.scale, self.bias, **options)
 
+    def rows(self, start: int, end: int) -> "Projection":
+        """Onto output channels ``start`` to ``end`` alone, of a weight that is not packed."""
+        parts = (None if t is None else t[start:end] for t in dataclasses.astuple(self))
+        return Projection(*parts)
+
     def tensors(self) -> list[torch.Tensor]:
         held = (self.weight, self.bias, self.scale, self.column_sums)
         return [t for t in held if t is not None]

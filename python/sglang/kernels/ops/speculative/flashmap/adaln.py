@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -51,7 +50,6 @@ def _adaln_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK)
     offset = tl.program_id(0).to(tl.int64) * dim + col

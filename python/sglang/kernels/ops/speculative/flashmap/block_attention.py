@@ -15,7 +15,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -76,7 +75,6 @@ def _block_attention_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     block = (tl.program_id(0) // HEADS).to(tl.int64)
     head = tl.program_id(0) % HEADS
@@ -85,15 +83,15 @@ def _block_attention_kernel(
     d = tl.arange(0, BLOCK_D)
     q_weight = tl.load(q_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    wait_for_inputs(DEPENDENT)
     in_block = slot < SLOTS
     mask = in_block[:, None] & (d < D)[None, :]
     row = block * SLOTS + slot
+    cos, sin = load_rope(rope_ptr, row, in_block, D, BLOCK_SLOTS, BLOCK_D)
+    wait_for_inputs(DEPENDENT)
     token = qkv_ptr + row[:, None] * ((HEADS + 2 * KV_HEADS) * D) + d[None, :]
     q = tl.load(token + head * D, mask=mask, other=0.0).to(tl.float32)
     k = tl.load(token + (HEADS + kv_head) * D, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(token + (HEADS + KV_HEADS + kv_head) * D, mask=mask, other=0.0)
-    cos, sin = load_rope(rope_ptr, row, in_block, D, BLOCK_SLOTS, BLOCK_D)
     q_even, q_odd = norm_rotate(q, q_weight, cos, sin, eps, D, BLOCK_SLOTS, BLOCK_D, dtype)
     k_even, k_odd = norm_rotate(k, k_weight, cos, sin, eps, D, BLOCK_SLOTS, BLOCK_D, dtype)
     # A dot product does not care in which order the channels come: the halves stay split.

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import require_pool_dtype
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -83,7 +82,6 @@ def _context_kv_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     dtype: tl.constexpr = kv_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import require_pool_dtype, sm_count
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -102,6 +101,19 @@ def _chunk(length, SPLITS: tl.constexpr, MIN_CHUNK: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
+def _attend_tile(q, k, v, in_context, scale_log2, peak, total, acc):
+    """The running softmax of queries ``q`` after one more tile, which holds a context row."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    scores = tl.where(in_context[None, :], scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    probs = tl.exp2(scores - new_peak[:, None])
+    decay = tl.exp2(peak - new_peak)
+    total = total * decay + tl.sum(probs, 1)
+    acc = tl.dot(probs.to(v.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+@triton.jit
 def _attend_kernel(
     q_ptr,
     key_ptr,
@@ -137,8 +149,6 @@ def _attend_kernel(
     TOGETHER: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     # Programs: (query tile, request and key head, split). The query tile varies fastest, so
     # programs that read the same chunk of context run together and find it in the L2 cache.
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -147,6 +157,7 @@ def _attend_kernel(
     kv_head = tl.program_id(1) % KV_HEADS
     split = tl.program_id(2)
     length = tl.load(lens_ptr + b).to(tl.int32)
+    pool_row = tl.load(req_pool_indices_ptr + b).to(tl.int64)
     chunk = _chunk(length, SPLITS, MIN_CHUNK, BLOCK_N)
     start = split * chunk
     end = tl.minimum(start + chunk, length)
@@ -158,41 +169,47 @@ def _attend_kernel(
     query = row // GROUP
     head = kv_head * GROUP + row % GROUP
     d = tl.arange(0, BLOCK_D)
+    slots_ptr = req_to_token_ptr + pool_row * table_stride
+    channel = kv_head * D + d
+    # The first tile is read before the queries are there.
+    n = start + tl.arange(0, BLOCK_N)
+    in_context = n < end
+    slot = tl.load(slots_ptr + n, mask=in_context, other=0).to(tl.int64)
+    in_kv = in_context[:, None] & (d < D)[None, :]
+    k = tl.load(key_ptr + slot[:, None] * key_stride + channel[None, :], mask=in_kv, other=0.0)
+    v = tl.load(value_ptr + slot[:, None] * value_stride + channel[None, :], mask=in_kv, other=0.0)
+    if NORM:
+        norm_weight = tl.load(norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        cos, sin = load_rope(rope_ptr, b * QUERIES + query, query < QUERIES, D, BLOCK_M, BLOCK_D)
+    wait_for_inputs(DEPENDENT)
     in_q = (query < QUERIES)[:, None] & (d < D)[None, :]
     q_offset = b * q_batch_stride + query * q_row_stride + head * q_head_stride
     q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=in_q, other=0.0)
     if NORM:
-        norm_weight = tl.load(norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-        cos, sin = load_rope(rope_ptr, b * QUERIES + query, query < QUERIES, D, BLOCK_M, BLOCK_D)
         even, odd = norm_rotate(
             q.to(tl.float32), norm_weight, cos, sin, eps, D, BLOCK_M, BLOCK_D, dtype
         )
         q = tl.reshape(tl.join(even, odd), (BLOCK_M, BLOCK_D))
 
-    pool_row = tl.load(req_pool_indices_ptr + b).to(tl.int64)
-    slots_ptr = req_to_token_ptr + pool_row * table_stride
-    channel = kv_head * D + d
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for tile in tl.range(start, end, BLOCK_N):
+    if start < end:
+        peak, total, acc = _attend_tile(
+            q, k.to(dtype), v.to(dtype), in_context, scale_log2, peak, total, acc
+        )
+    for tile in tl.range(start + BLOCK_N, end, BLOCK_N):
         n = tile + tl.arange(0, BLOCK_N)
         in_context = n < end
         slot = tl.load(slots_ptr + n, mask=in_context, other=0).to(tl.int64)
         in_kv = in_context[:, None] & (d < D)[None, :]
         k = tl.load(key_ptr + slot[:, None] * key_stride + channel[None, :], mask=in_kv, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(dtype)), input_precision="ieee") * scale_log2
-        scores = tl.where(in_context[None, :], scores, float("-inf"))
-        # A tile holds at least one context row, so the new peak is finite.
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        probs = tl.exp2(scores - new_peak[:, None])
-        decay = tl.exp2(peak - new_peak)
-        peak = new_peak
-        total = total * decay + tl.sum(probs, 1)
         v = tl.load(
             value_ptr + slot[:, None] * value_stride + channel[None, :], mask=in_kv, other=0.0
         )
-        acc = tl.dot(probs.to(dtype), v.to(dtype), acc=acc * decay[:, None], input_precision="ieee")
+        peak, total, acc = _attend_tile(
+            q, k.to(dtype), v.to(dtype), in_context, scale_log2, peak, total, acc
+        )
     # No context at all leaves 0 / 1.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
 

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -118,7 +117,6 @@ def _draft_rows_kernel(
     BLOCK_HALF: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     # Programs: candidate blocks. Slot -1 of a tile is the anchor, written by candidate 0.
     b = (tl.program_id(0) // CANDIDATES).to(tl.int64)

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -70,7 +69,6 @@ def _filter_kernel(
     DEPENDENT: tl.constexpr,
 ):
     # Programs: rows.
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)

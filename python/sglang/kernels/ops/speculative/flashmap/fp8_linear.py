@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -42,7 +41,6 @@ def quantize_rows_torch(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
 def _quantize_kernel(
     x_ptr, quantized_ptr, scale_ptr, stride, dim, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

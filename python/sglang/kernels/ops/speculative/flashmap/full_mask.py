@@ -21,9 +21,7 @@ _BLOCK = 1024
 _PROGRAMS = 256
 
 
-def write_full_mask_torch(
-    mask: torch.Tensor, prefix_lens: torch.Tensor, out: torch.Tensor
-) -> None:
+def write_full_mask_torch(mask: torch.Tensor, prefix_lens: torch.Tensor, out: torch.Tensor) -> None:
     """Reference of :func:`write_full_mask`."""
     width = mask.shape[1]
     start = 0
@@ -84,9 +82,7 @@ def write_full_mask_triton(
     )
 
 
-def _fake_write_full_mask(
-    mask: torch.Tensor, prefix_lens: torch.Tensor, out: torch.Tensor
-) -> None:
+def _fake_write_full_mask(mask: torch.Tensor, prefix_lens: torch.Tensor, out: torch.Tensor) -> None:
     return None
 
 

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -82,7 +81,6 @@ def _noise_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     quad = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -194,7 +192,6 @@ def _gaussian_at_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -297,7 +294,6 @@ def _normed_noise_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     quad = tl.arange(0, BLOCK // 4)
     column = tl.arange(0, BLOCK)

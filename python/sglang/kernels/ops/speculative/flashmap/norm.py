@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -69,7 +68,6 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
@@ -142,7 +140,6 @@ def _rms_norm_rope_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)

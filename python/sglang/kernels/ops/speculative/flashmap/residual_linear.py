@@ -112,7 +112,8 @@ def add_linear(
         x, weight, bias, scale, row_scale: as in ``skinny_linear``; on a GPU rows as ``can_fuse``
             has them.
         residual: ``(T, N)`` in ``x``'s dtype, contiguous, or None (with ``gate`` None): 0, and the
-            product itself is returned.
+            product itself is returned. On a GPU it is read before the launch in front has ended
+            (``launch.py``), so not what one of our kernels made in that very launch.
         gate: ``(N,)`` in ``x``'s dtype.
 
     Returns:

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import sm_count
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -106,7 +105,6 @@ def _sample_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     # Programs: (row, split of the vocabulary). A split has `share` columns, whole tiles.
     row = tl.program_id(0).to(tl.int64)
@@ -155,7 +153,6 @@ def _best_split_kernel(
     BLOCK_SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)

@@ -11,7 +11,8 @@ idle between short products. Here:
    tiles; the one that arrives last adds them in a fixed order, so results are reproducible, and
    puts the counter back to 0 for the next launch.
 3. Programmatic dependent launch (sm_90): a program asks the L2 cache for its weights before it
-   waits for the kernel that makes ``x``, so memory stays busy across kernel boundaries.
+   waits for the kernel that makes ``x``, so memory stays busy across kernel boundaries. Where a
+   program's weights are few (``WHOLE``) it has them in shared memory by then.
 4. Bias, factors, residual and moments are loaded before the product, so that its end waits for
    nothing: a load that misses costs a microsecond, and a draft has fifty products in a row.
 
@@ -31,7 +32,7 @@ import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.device import shared_bytes, sm_count
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
+    current_lane,
     launch_options,
     wait_for_inputs,
 )
@@ -42,6 +43,8 @@ ACTIVATIONS = ("none", "gelu")
 # tl.dot's smallest tile side.
 _MIN_TILE = 16
 _MAX_SPLITS = 8
+# Reductions of which a program of 8 warps keeps its 16 weight rows in shared memory.
+_WHOLE = (512, 1024, 2048)
 # Elements of partial tiles and number of arrival counters that a launch may use.
 _MAX_PARTIAL, _MAX_TILES = 1 << 20, 1024
 # Bytes of a line of the L2 cache; lines of a weight row that a program asks for at a time.
@@ -57,18 +60,32 @@ class Tiles(NamedTuple):
     warps_k: int
     num_warps: int
     num_stages: int
+    whole: int = 0
+    """1: a program loads all of its weights before it waits; ``splits`` shares of ``block_k`` are
+    the whole reduction."""
 
 
 def default_tiles(
-    rows: int, out_features: int, in_features: int, sms: int, shared: int = 227 << 10
+    rows: int,
+    out_features: int,
+    in_features: int,
+    sms: int,
+    shared: int = 227 << 10,
+    moments: bool = False,
 ) -> Tiles:
-    """About one program an SM, each with as few bytes of ``x`` as of weights.
+    """Found on an H200 in the draft of Qwen3-8B (``benchmark/flashmap/draft_tiles.py``).
 
-    ``shared``: bytes of shared memory that a program may take (99 kB on Ada).
+    ``shared``: bytes of shared memory that a program may take (99 kB on Ada); ``moments``: tiles of
+    ``moments_block_n`` output features.
     """
+    ample = shared >= 200 << 10
     if rows <= 16:
-        block_n = 32 if out_features >= 32 * sms else 16
-        return Tiles(block_n, 512, 1, 4, num_warps=4, num_stages=3)
+        if out_features > 16 * sms and not moments:
+            # wgmma's tile of 64 weight rows; two programs fit on an SM.
+            return Tiles(64, 128, 1, 1, num_warps=4, num_stages=6 if shared >= 120 << 10 else 4)
+        if ample and in_features in _WHOLE:
+            return Tiles(16, in_features, 1, 8, num_warps=8, num_stages=1, whole=1)
+        return Tiles(16, 512, 1, 4, num_warps=4, num_stages=5 if ample else 3)
     block_n = 64
     tiles = triton.cdiv(out_features, block_n)
     splits = 1
@@ -168,6 +185,7 @@ def _skinny_kernel(
     BLOCK_PARTS: tl.constexpr,
     GELU: tl.constexpr,
     SPLITS: tl.constexpr,
+    WHOLE: tl.constexpr,
     WARPS_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -178,13 +196,13 @@ def _skinny_kernel(
     # Programs: (tile of output features, split of the reduction).
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     PART: tl.constexpr = BLOCK_K // WARPS_K
-    launch_dependents(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     n_read = tl.minimum(n, N - 1)
+    m = tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
     first = tl.program_id(1) * share
     end = tl.minimum(first + share, K)
     # What the epilogue reads is asked for before the product, or each would wait for it at its end:
-    # constants while the kernel before still runs, the rest with the first tiles.
+    # while the kernel in front still runs, but what that one makes: `x`, its factors and moments.
     if HAS_BIAS:
         bias = tl.load(bias_ptr + n_read)
     if HAS_SCALE:
@@ -193,14 +211,24 @@ def _skinny_kernel(
         column_sums = tl.load(column_sums_ptr + n_read)
     if HAS_RESIDUAL:
         gate = tl.load(gate_ptr + n_read)
-    if DEPENDENT:
+        residual = tl.load(residual_ptr + m[None, :] * N + n_read[:, None])
+    if WHOLE:
+        # Four parts, as their dot products are; each warp reads lines of its own share.
+        QUARTER: tl.constexpr = BLOCK_K // 4
+        WIDTH: tl.constexpr = QUARTER // WARPS_K
+        k = first + tl.arange(0, WARPS_K)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        w_at = weight_ptr + n_read.to(tl.int64)[None, :, None] * weight_stride + k[:, None, :]
+        w0 = tl.load(w_at, eviction_policy="evict_first")
+        w1 = tl.load(w_at + QUARTER, eviction_policy="evict_first")
+        w2 = tl.load(w_at + 2 * QUARTER, eviction_policy="evict_first")
+        w3 = tl.load(w_at + 3 * QUARTER, eviction_policy="evict_first")
+    elif DEPENDENT:
         STEP: tl.constexpr = _LINE // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
         for start in range(first, end, LINES * STEP):
             line = tl.minimum(start + tl.arange(0, LINES) * STEP, end - 1)
             address = weight_ptr + n_read.to(tl.int64)[:, None] * weight_stride + line[None, :]
             _prefetch(address.to(tl.int64))
     wait_for_inputs(DEPENDENT)
-    m = tl.minimum(tl.arange(0, BLOCK_M), rows - 1)
     if PARTS > 0:
         part_mask = (tl.arange(0, BLOCK_PARTS) < PARTS)[None, :]
         entry = moments_ptr + m[:, None] * PARTS + tl.arange(0, BLOCK_PARTS)[None, :]
@@ -208,9 +236,19 @@ def _skinny_kernel(
         squares = tl.load(entry + rows * PARTS, mask=part_mask, other=0.0)
     if HAS_ROW_SCALE:
         row_scale = tl.load(row_scale_ptr + m)
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + m[None, :] * N + n_read[:, None])
-    if WARPS_K == 1:
+    if WHOLE:
+        x_at = x_ptr + m[None, None, :] * x_stride + k[:, :, None]
+        x0 = tl.load(x_at)
+        x1 = tl.load(x_at + QUARTER)
+        x2 = tl.load(x_at + 2 * QUARTER)
+        x3 = tl.load(x_at + 3 * QUARTER)
+        parts = tl.zeros((WARPS_K, BLOCK_N, BLOCK_M), tl.float32)
+        parts = tl.dot(w0.to(dtype), x0, acc=parts, input_precision="ieee")
+        parts = tl.dot(w1.to(dtype), x1, acc=parts, input_precision="ieee")
+        parts = tl.dot(w2.to(dtype), x2, acc=parts, input_precision="ieee")
+        parts = tl.dot(w3.to(dtype), x3, acc=parts, input_precision="ieee")
+        acc = tl.sum(parts, 0)
+    elif WARPS_K == 1:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         weight_row = weight_ptr + n_read.to(tl.int64)[:, None] * weight_stride
         for start in tl.range(first, end, BLOCK_K):
@@ -286,8 +324,8 @@ def _skinny_kernel(
 
 
 @functools.cache
-def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial tiles and arrival counters, shared by all launches of a stream.
+def _scratch(device: torch.device, lane: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial tiles and arrival counters, shared by all launches of a lane (``launch.lane``).
 
     A launch leaves the counters at 0. Never freed, because captured graphs keep using them; call
     the op once before capturing it.
@@ -297,8 +335,8 @@ def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def scratch_bytes(device: torch.device) -> int:
-    """Of the buffers that launches on ``device`` share."""
-    return sum(buffer.nbytes for buffer in _scratch(device))
+    """Of the buffers that launches on ``device`` share, in the two lanes of a draft."""
+    return sum(buffer.nbytes for lane in (0, 1) for buffer in _scratch(device, lane))
 
 
 class Extras(NamedTuple):
@@ -358,14 +396,19 @@ def launch_skinny(
         return
     t = (
         default_tiles(
-            rows, out_features, in_features, sm_count(x.device), shared_bytes(x.device)
+            rows,
+            out_features,
+            in_features,
+            sm_count(x.device),
+            shared_bytes(x.device),
+            moments_out is not None,
         )
         if tiles is None
         else Tiles(*tiles)
     )
     if moments_out is not None:
         t = t._replace(block_n=moments_block_n(rows))
-    partial, arrived = _scratch(x.device)
+    partial, arrived = _scratch(x.device, current_lane())
     block_m = max(triton.next_power_of_2(rows), _MIN_TILE)
     programs = triton.cdiv(out_features, t.block_n)
     if t.splits > 1:
@@ -378,6 +421,7 @@ def launch_skinny(
     if moments_out is not None:
         assert out_features % t.block_n == 0 and moments_out.is_contiguous()
         assert moments_out.shape == (2, rows, programs), moments_out.shape
+    assert not t.whole or (t.warps_k > 1 and t.block_k * t.splits == in_features), t
     share = triton.cdiv(triton.cdiv(in_features, t.block_k), t.splits) * t.block_k
     _skinny_kernel[(programs, t.splits)](
         x,
@@ -410,6 +454,7 @@ def launch_skinny(
         BLOCK_PARTS=triton.next_power_of_2(max(parts, 1)),
         GELU=activation == "gelu",
         SPLITS=t.splits,
+        WHOLE=bool(t.whole),
         WARPS_K=t.warps_k,
         BLOCK_M=block_m,
         BLOCK_N=t.block_n,

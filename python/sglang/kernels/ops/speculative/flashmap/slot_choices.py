@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -55,7 +54,6 @@ def _top_columns_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     ninf = float("-inf")
     row = tl.program_id(0).to(tl.int64)
@@ -107,7 +105,6 @@ def _choice_probs_kernel(
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     # Programs: (request, slot).
     request = tl.program_id(0).to(tl.int64)

@@ -35,7 +35,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -205,7 +204,6 @@ def _plan_tree_kernel(
     BLOCK_NODES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     last_slot: tl.constexpr = (1 << SLOT_BITS) - 1
     last_candidate: tl.constexpr = (1 << CANDIDATE_BITS) - 1

@@ -34,7 +34,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -160,7 +159,6 @@ def _grow_tree_kernel(
     BLOCK_W: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     none: tl.constexpr = 1 << 30
     one = tl.full((), 1, tl.int64)

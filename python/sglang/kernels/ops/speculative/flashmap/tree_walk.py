@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.launch import (
-    launch_dependents,
     launch_options,
     wait_for_inputs,
 )
@@ -64,7 +63,6 @@ def _walk_tree_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    launch_dependents(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     tokens_ptr += request * width
