@@ -137,7 +137,16 @@ def launches(drafter: Drafter, size: int) -> int:
 
 
 def check(drafter: Drafter, inputs: DraftInputs) -> None:
-    """Print how far our products and fused norms are from the library's and plain ones."""
+    """Print how far our products and fused norms are from the library's and plain ones, and whether
+    replays, whose kernels start early, are what the same kernels make one after another."""
+    early = launch.dependent_launch
+    for size in (n for n in (1, 16) if n in drafter._graphs):
+        batch = inputs.head(size)
+        launch.dependent_launch = lambda device: False
+        in_order = drafter._draft(batch).logits.clone()
+        launch.dependent_launch = early
+        same = sum(torch.equal(drafter.draft(batch).logits, in_order) for _ in range(200))
+        print(f"{size} requests: {same} of 200 replays equal to launches in order")
     fused, most = flashmap.can_fuse, skinny_linear.MAX_ROWS
     for size in (1, 4):
         batch = inputs.head(size)

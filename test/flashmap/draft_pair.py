@@ -117,13 +117,14 @@ class Requests:
             lens=(self.lens + 1).int(),
         )
 
-    def write_anchors(self, model: FlashMapDraftModel, pool: Pool) -> None:
-        model.write_anchor(
+    def write_anchors(self, model: FlashMapDraftModel, pool: Pool, side=None) -> DraftContext:
+        return model.write_anchor(
             self.anchors,
             positions=self.lens,
             slots=self.req_to_token[self.rows, self.lens].long(),
             active=torch.ones(len(PREFIX_LENS), dtype=torch.int32),
             context=self.context(pool),
+            side=side,
         )
 
     def slot_positions(self, block_size: int, num_candidates: int = 1) -> torch.Tensor:

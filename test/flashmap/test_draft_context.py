@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
-from draft_pair import LAYER_IDS, TARGET_HIDDEN, DraftPair, Pool
+from draft_pair import LAYER_IDS, TARGET_HIDDEN, DraftPair, Pool, Requests
 from sglang.srt.models import flashmap
 
 WIDTH, WINDOWS = 5, 4
@@ -114,3 +117,40 @@ def test_an_entry_depends_on_hidden_state_and_position_alone(pair: DraftPair) ->
     moved = entries(slice(20, 40), 28)
     assert (moved[:, 0] - alone[:, 0]).abs().amax() > 0.1  # keys turn with the position
     torch.testing.assert_close(moved[:, 1], alone[:, 1], rtol=1e-6, atol=1e-6)  # values do not
+
+
+class Side:
+    """Stands in for a `SideStream`; says what was waited for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.marks = 0
+
+    def fork(self) -> contextlib.nullcontext:
+        return contextlib.nullcontext()
+
+    def mark(self) -> SimpleNamespace:
+        self.marks += 1
+        return SimpleNamespace(wait=lambda name=f"wait {self.marks}": self.log.append(name))
+
+
+@pytest.mark.parametrize("layers", [1, 3], ids=lambda n: f"{n}-layers")
+def test_anchors_written_on_a_side_stream(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same entries, and every layer that attends to them waits first."""
+    pair, side = DraftPair(num_hidden_layers=layers), Side()
+    requests = Requests(pair.config)
+    whole, beside = (Pool(pair.config, requests.num_slots) for _ in range(2))
+    requests.write_anchors(pair.model, whole)
+    context = requests.write_anchors(pair.model, beside, side)
+    assert torch.equal(beside.snapshot(), whole.snapshot())
+    attend = pair.model.attention
+
+    def noted(*args):
+        side.log.append("attend")
+        return attend(*args)
+
+    monkeypatch.setattr(pair.model, "attention", noted)
+    noise = torch.randn(len(requests.lens) * pair.config.block_size, pair.model.noise_width)
+    pair.model.draft_logits(noise, requests.slot_positions(pair.config.block_size), context)
+    waited = ["wait 1", "attend", "wait 2", "attend", "attend"]
+    assert side.log == (waited if layers == 3 else waited[:2])

@@ -81,8 +81,8 @@ class Projection:
 
     def rows(self, start: int, end: int) -> "Projection":
         """Onto output channels ``start`` to ``end`` alone, of a weight that is not packed."""
-        parts = (None if t is None else t[start:end] for t in dataclasses.astuple(self))
-        return Projection(*parts)
+        held = (self.weight, self.bias, self.scale, self.column_sums)
+        return Projection(*(None if t is None else t[start:end] for t in held))
 
     def tensors(self) -> list[torch.Tensor]:
         held = (self.weight, self.bias, self.scale, self.column_sums)

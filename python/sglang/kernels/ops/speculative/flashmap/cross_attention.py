@@ -55,7 +55,7 @@ def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
     if dtype == torch.float32:
         return _Tiles(block_m=16, block_n=32, num_warps=4, num_stages=1, programs_per_sm=2)
     if rows <= 16:
-        return _Tiles(block_m=16, block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
+        return _Tiles(block_m=16, block_n=64, num_warps=8, num_stages=3, programs_per_sm=2)
     if rows <= 64:
         block_m = 32 if rows <= 32 else 64
         return _Tiles(block_m=block_m, block_n=64, num_warps=4, num_stages=3, programs_per_sm=2)
