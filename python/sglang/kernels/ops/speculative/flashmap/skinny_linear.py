@@ -10,9 +10,10 @@ idle between short products. Here:
    weight rows are left to share; ``SPLITS`` lets programs share it. Programs leave float32 partial
    tiles; the one that arrives last adds them in a fixed order, so results are reproducible, and
    puts the counter back to 0 for the next launch.
-3. Programmatic dependent launch (sm_90): a program asks the L2 cache for its weights before it
-   waits for the kernel that makes ``x``, so memory stays busy across kernel boundaries. Where a
-   program's weights are few (``WHOLE``) it has them in shared memory by then.
+3. Programmatic dependent launch (sm_90): where a program's weights are few (``WHOLE``) it has them
+   in shared memory before it waits for the kernel that makes ``x``. Others start with both: asking
+   the L2 cache for their weights before the wait took longer (472 us a draft against 432 on an
+   H200), since what the kernel in front still reads then queues behind it.
 4. Bias, factors, residual and moments are loaded before the product, so that its end waits for
    nothing: a load that misses costs a microsecond, and a draft has fifty products in a row.
 
@@ -47,8 +48,6 @@ _MAX_SPLITS = 8
 _WHOLE = (512, 1024, 2048)
 # Elements of partial tiles and number of arrival counters that a launch may use.
 _MAX_PARTIAL, _MAX_TILES = 1 << 20, 1024
-# Bytes of a line of the L2 cache; lines of a weight row that a program asks for at a time.
-_LINE, _LINES = tl.constexpr(128), 16
 
 
 class Tiles(NamedTuple):
@@ -131,19 +130,6 @@ def _scale_into(
 
 
 @triton.jit
-def _prefetch(address):
-    """Ask the L2 cache for the lines at int64 ``address``."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _join_moments(means, squares, mask, K, eps, PARTS: tl.constexpr):
     """Mean and ``1 / sqrt(variance + eps)`` of rows from those of ``PARTS`` equal parts."""
     mean = tl.sum(means, 1) / PARTS
@@ -190,7 +176,6 @@ def _skinny_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     # Programs: (tile of output features, split of the reduction).
@@ -222,12 +207,6 @@ def _skinny_kernel(
         w1 = tl.load(w_at + QUARTER, eviction_policy="evict_first")
         w2 = tl.load(w_at + 2 * QUARTER, eviction_policy="evict_first")
         w3 = tl.load(w_at + 3 * QUARTER, eviction_policy="evict_first")
-    elif DEPENDENT:
-        STEP: tl.constexpr = _LINE // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        for start in range(first, end, LINES * STEP):
-            line = tl.minimum(start + tl.arange(0, LINES) * STEP, end - 1)
-            address = weight_ptr + n_read.to(tl.int64)[:, None] * weight_stride + line[None, :]
-            _prefetch(address.to(tl.int64))
     wait_for_inputs(DEPENDENT)
     if PARTS > 0:
         part_mask = (tl.arange(0, BLOCK_PARTS) < PARTS)[None, :]
@@ -459,7 +438,6 @@ def launch_skinny(
         BLOCK_M=block_m,
         BLOCK_N=t.block_n,
         BLOCK_K=t.block_k,
-        LINES=_LINES,
         num_warps=t.num_warps,
         num_stages=t.num_stages,
         **launch_options(x.device),
