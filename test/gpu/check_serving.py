@@ -31,6 +31,7 @@ def answers(prompts: list[list[int]], options: argparse.Namespace, **arguments: 
         attention_backend=options.attention_backend,
         cuda_graph_bs_decode=[1, 8],
         mem_fraction_static=0.3,
+        max_total_tokens=32768,
         log_level="warning",
         chunked_prefill_size=256,
     )
