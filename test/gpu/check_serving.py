@@ -74,9 +74,9 @@ def main() -> None:
     fine = True
     with tempfile.TemporaryDirectory() as folder:
         model, draft = write_models(Path(folder))
-        target = dict(model_path=model)
+        target = dict(model_path=str(model))
         flashmap = target | dict(
-            speculative_algorithm="FLASHMAP", speculative_draft_model_path=draft
+            speculative_algorithm="FLASHMAP", speculative_draft_model_path=str(draft)
         )
         if "cache" in options.checks:
             fp8 = dict(kv_cache_dtype="fp8_e4m3", disable_prefill_cuda_graph=True)
