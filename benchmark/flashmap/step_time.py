@@ -6,9 +6,9 @@
 ``compare`` starts one engine per mode on one GPU, all at once (starting takes longest), then lets
 them measure one after another while the others idle; ``run`` measures a single mode. A mode is
 ``plain``, ``flashmap``, ``tree`` (8 candidates, W 17), ``grown`` (1 candidate, 8 choices a slot,
-W 17) or ``dflash``, with ``/BACKEND`` for an attention backend, ``:N`` for a simulated accept
-length of N (upstream's SGLANG_SIMULATE_ACC_LEN) and ``@T`` for a sampling temperature, in this
-order. Weights are random, so without a simulated length nearly nothing is accepted. ``table``
+W 17) or ``dflash``, with ``#W`` for another verify width, ``/BACKEND`` for an attention backend,
+``:N`` for a simulated accept length of N (upstream's SGLANG_SIMULATE_ACC_LEN) and ``@T`` for a
+sampling temperature, in this order. Weights are random, so without a simulated length nearly nothing is accepted. ``table``
 prints the results in ``--out``.
 
 Milliseconds per step are (time of a run − time of a one-token run of other prompts of the same
@@ -179,10 +179,12 @@ def compare(options: argparse.Namespace) -> None:
         name, _, temperature = mode.partition("@")
         name, _, length = name.partition(":")
         name, _, backend = name.partition("/")
+        name, _, width = name.partition("#")
         turn = out / f"turn{i}"
         command = [sys.executable, __file__, "run", "--mode", name, "--out", str(out)]
         command += ["--turn", str(turn), "--accept-length", length or "0"]
         command += ["--temperature", temperature or "0", "--attention-backend", backend]
+        command += ["--verify-width", width] if width else []
         command += options.passed_on
         processes.append((turn, start(command, turn, out / f"log{i}.txt")))
     for process in give_turns(processes):
@@ -283,7 +285,7 @@ def main() -> None:
         verb.add_argument("--flops", type=float, default=0.989e15, help="bfloat16, dense")
         verb.add_argument("--verify-width", type=int, default=17, help="W of the plot's floor")
     several.add_argument(
-        "modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, dflash:4"
+        "modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, grown#33:4, dflash:4"
     )
     options, passed_on = parser.parse_known_args()
     if passed_on and options.verb != "compare":
