@@ -8,8 +8,8 @@ them measure one after another while the others idle; ``run`` measures a single 
 ``plain``, ``flashmap``, ``tree`` (8 candidates, W 17), ``grown`` (1 candidate, 8 choices a slot,
 W 17) or ``dflash``, with ``#W`` for another verify width, ``/BACKEND`` for an attention backend,
 ``:N`` for a simulated accept length of N (upstream's SGLANG_SIMULATE_ACC_LEN) and ``@T`` for a
-sampling temperature, in this order. Weights are random, so without a simulated length nearly nothing is accepted. ``table``
-prints the results in ``--out``.
+sampling temperature, in this order. Weights are random, so without a simulated length nearly
+nothing is accepted. ``table`` prints the results in ``--out``.
 
 Milliseconds per step are (time of a run − time of a one-token run of other prompts of the same
 lengths) / verify steps, the median of several repeats; tokens per second belong to the accept
@@ -285,7 +285,7 @@ def main() -> None:
         verb.add_argument("--flops", type=float, default=0.989e15, help="bfloat16, dense")
         verb.add_argument("--verify-width", type=int, default=17, help="W of the plot's floor")
     several.add_argument(
-        "modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, grown#33:4, dflash:4"
+        "modes", nargs="+", help="plain, flashmap:4, flashmap@1, tree/triton:4, grown#33:4, dflash"
     )
     options, passed_on = parser.parse_known_args()
     if passed_on and options.verb != "compare":
