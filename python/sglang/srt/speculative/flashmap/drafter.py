@@ -226,6 +226,8 @@ class Drafter:
             max(rows.values()), self.model.draft_vocab_size, dtype=self.model.dtype, device=device
         )
         pool = torch.cuda.graph_pool_handle()
+        # Before the side stream's, whose products would else hold SMs that the first layer needs.
+        stream = torch.cuda.Stream(device, priority=-1)
         graphs = {}
         for size in sorted(set(sizes), reverse=True):
             inputs, out = self._inputs.head(size), self._logits[: rows[size]]
@@ -233,7 +235,7 @@ class Drafter:
                 self._draft(inputs, out)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 block = self._draft(inputs, out)
             graphs[size] = (graph, block)
         # Ascending, so that the first size that fits is the smallest.
