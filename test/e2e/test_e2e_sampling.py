@@ -111,6 +111,7 @@ DRAFTS = {
     "token-wise": (),
     "block-and-part-of-the-vocabulary": (
         "--speculative-use-block-verification",
+        "--speculative-flashmap-draft-temperature", 0.7,
         "--speculative-flashmap-draft-vocab-size", 200,
         "--page-size", 16,
     ),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from draft_pair import PREFIX_LENS, VOCAB, DraftPair, Pool, Requests, relative_error
 from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
+from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
 
@@ -88,7 +89,7 @@ def test_drafts_equal_the_package(num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 40], ids=["whole", "Vd40"])
-def test_greedy_rows_are_the_argmax(size: int) -> None:
+def test_tokens_are_draws_at_the_temperatures_of_their_rows(size: int) -> None:
     ranking = torch.randperm(VOCAB)
     setting = Setting(draft_vocab_size=size, ranking=ranking)
     block = setting.drafter.draft(setting.inputs)
@@ -96,6 +97,18 @@ def test_greedy_rows_are_the_argmax(size: int) -> None:
     ids = columns if size == 0 else ranking[:size].sort().values[columns]
     assert torch.equal(block.tokens[0], ids[0])
     assert not torch.equal(block.tokens[1:], ids[1:])
+    # What the accept rules divide by is what the tokens are draws from.
+    assert torch.equal(block.temperatures, TEMPERATURES)
+    seeds = setting.drafter.seed_table.seeds[setting.requests.rows].repeat_interleave(8)
+    drawn = sample_draft(
+        block.logits.flatten(0, 1),
+        setting.pair.model.draft_ids,
+        block.temperatures.repeat_interleave(8),
+        seeds,
+        row_offsets(setting.requests.lens, 8),
+        Stream.DRAFT_TOKEN.value,
+    )
+    assert torch.equal(block.tokens.flatten(), drawn)
     if size:
         assert set(block.tokens.flatten().tolist()) <= set(ranking[:size].tolist())
 
@@ -150,7 +163,7 @@ def test_inactive_rows_write_nothing_and_change_nothing() -> None:
     torch.testing.assert_close(after[:, :, mine], written[:, :, mine], rtol=1e-5, atol=1e-5)
     after[:, :, mine] = written[:, :, mine]
     assert torch.equal(after, written)
-    real = DraftBlock(block.tokens[:2], block.logits[:2])
+    real = DraftBlock(block.tokens[:2], block.logits[:2], block.temperatures[:2])
     assert equal_blocks(real, alone, [0, 1])
     assert block.logits.isfinite().all()
 

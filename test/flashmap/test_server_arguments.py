@@ -251,6 +251,18 @@ REFUSED = {
         "--speculative-flashmap-noise-error 0.01 --speculative-flashmap-noise cholesky",
         "noise-error 0.01 cuts the folded noise of one jump; leave it out",
     ),
+    "draft-temperature-0": (
+        "--speculative-flashmap-draft-temperature 0",
+        "--speculative-flashmap-draft-temperature 0.0 must be above 0 and at most 2",
+    ),
+    "draft-temperature-2.1": (
+        "--speculative-flashmap-draft-temperature 2.1",
+        "draft-temperature 2.1 must be above 0 and at most 2",
+    ),
+    "draft-temperature-nan": (
+        "--speculative-flashmap-draft-temperature nan",
+        "draft-temperature nan must be above 0 and at most 2",
+    ),
     "temperature-negative": (
         "--speculative-flashmap-noise-temperature -1",
         "noise-temperature -1.0 must be a number of at least 0",
@@ -445,7 +457,17 @@ def test_no_draft(folders: Path) -> None:
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        ("", dict(verify_width=5, grid=(0.0, 1.0), draft_vocab_size=0, block_verification=False)),
+        (
+            "",
+            dict(
+                verify_width=5,
+                grid=(0.0, 1.0),
+                draft_vocab_size=0,
+                draft_temperature=1.0,
+                block_verification=False,
+            ),
+        ),
+        ("--speculative-flashmap-draft-temperature 2", dict(draft_temperature=2.0)),
         (
             "--speculative-num-draft-tokens 4 --speculative-flashmap-num-steps 3 "
             "--speculative-flashmap-draft-vocab-size 20 --speculative-use-block-verification",
@@ -463,7 +485,7 @@ def test_no_draft(folders: Path) -> None:
             dict(noise="folded", noise_error=0.01, noise_temperature=0.5),
         ),
     ],
-    ids=["defaults", "all", "every-token", "noise"],
+    ids=["defaults", "draft-temperature", "all", "every-token", "noise"],
 )
 def test_serve_config(resolve: Callable, folders: Path, flags: str, expected: dict) -> None:
     config = FlashMapConfig.from_pretrained(folders / "draft")

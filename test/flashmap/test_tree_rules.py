@@ -8,6 +8,8 @@ them caught.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from sampling_fields import NO_TOP_K, sampling_info
@@ -63,25 +65,31 @@ def test_match_on_other_trees(server: ToyServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "width, choices, block, sampling",
+    "width, choices, block, sampling, draft_temperature",
     [
-        (2, 0, True, "plain"),
-        (3, 0, False, "everything"),
-        (6, 0, True, "everything"),
-        (6, 0, False, "all-filters"),
-        (6, 0, True, "cold"),
-        (3, 0, True, "penalties"),
-        (6, 2, True, "everything"),
+        (2, 0, True, "plain", 1.0),
+        (3, 0, False, "everything", 1.0),
+        (6, 0, True, "everything", 1.0),
+        (6, 0, False, "all-filters", 1.0),
+        (6, 0, True, "cold", 1.0),
+        (3, 0, True, "penalties", 1.0),
+        (6, 2, True, "everything", 1.0),
+        (3, 0, False, "hot", 0.7),
+        (6, 0, True, "plain", 0.7),
     ],
     ids=lambda value: {False: "token-wise", True: "block-wise"}[value]
     if isinstance(value, bool)
     else str(value),
 )
 def test_rejection_on_chains_of_a_server_of_trees(
-    width: int, choices: int, block: bool, sampling: str
+    width: int, choices: int, block: bool, sampling: str, draft_temperature: float
 ) -> None:
     server = ToyServer(
-        width=width, choices=choices, tree_temperature=0.0, block_verification=block
+        width=width,
+        choices=choices,
+        tree_temperature=0.0,
+        draft_temperature=draft_temperature,
+        block_verification=block,
     )
     found = distance(server, SAMPLINGS[sampling])
     assert found.is_noise, found
@@ -143,7 +151,7 @@ def reject_on_trees(acceptor, batch, draft, logits):
     """The biased rule: the first path of a tree of votes under p/q rejection, as if drawn from
     q."""
     first = draft.tree.tokens[:, 1 : 1 + draft.tokens.shape[1]]
-    biased = accept_module.DraftBlock(first, draft.logits, draft.tree)
+    biased = dataclasses.replace(draft, tokens=first)
     return REJECT(acceptor, batch, biased, logits)
 
 
@@ -156,6 +164,21 @@ def test_rejection_on_a_tree_of_votes_is_seen(monkeypatch: pytest.MonkeyPatch) -
         accept_module.StepRules, "chain", lambda _, size, device: torch.zeros(size).bool()
     )
     monkeypatch.setattr(accept_module.Acceptor, "_reject", reject_on_trees)
+    found = distance(server, Sampling())
+    assert not found.is_noise and found.worst_cell > 8, found
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token-wise", "block-wise"])
+def test_rejection_at_another_temperature_than_the_drafts_is_seen(
+    block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: drawn at 0.7 of the requests' temperature, divided by `q` at all of it."""
+
+    def propose_at_the_requests(logits, drafts, *, temperatures, **vocabulary):
+        return propose(logits, drafts, temperatures=temperatures / 0.7, **vocabulary)
+
+    monkeypatch.setattr(accept_module, "propose", propose_at_the_requests)
+    server = ToyServer(tree_temperature=0.0, draft_temperature=0.7, block_verification=block)
     found = distance(server, Sampling())
     assert not found.is_noise and found.worst_cell > 8, found
 

@@ -1,7 +1,8 @@
-"""Which temperature and which accept rule each request of a mixed batch gets."""
+"""Which draft temperature and which accept rule each request of a mixed batch gets."""
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ BLOCK, WIDTH, VOCAB = 4, 4, 40
 IDS = torch.arange(0, VOCAB, 2)
 
 
+# Greedy rows draft at 0.
+DRAFT_TEMPERATURES = torch.tensor([0.6, 0.0, 1.1])
 SEEDS = torch.tensor([11, 22, 33, 44, 55])
 
 
@@ -59,7 +62,7 @@ def make_step(info: SimpleNamespace | None, size: int, restricted: bool = False)
     )
     tokens = torch.randint(VOCAB, (size, BLOCK)) // 2 * 2
     columns = len(IDS) if restricted else VOCAB
-    block = DraftBlock(tokens, 2 * torch.randn(size, BLOCK, columns))
+    block = DraftBlock(tokens, 2 * torch.randn(size, BLOCK, columns), DRAFT_TEMPERATURES[:size])
     logits = 2 * torch.randn(size * WIDTH, VOCAB)
     logits[torch.arange(size) * WIDTH, tokens[:, 0]] += 6  # so that some drafts are kept
     return batch, block, tokens[:, : WIDTH - 1], logits
@@ -102,7 +105,7 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(block: bool, restricted:
     proposal = propose(
         draft.logits[:, : WIDTH - 1],
         drafts,
-        temperatures=torch.tensor(temperatures),
+        temperatures=torch.tensor([0.6, 1.0, 1.1]),
         ids=acceptor._model.draft_ids,
         column_of=acceptor._model.draft_columns,
     )
@@ -129,8 +132,10 @@ def test_a_simulated_accept_length_replaces_every_rule(
     assert torch.equal(accepted.bonus, logits.argmax(-1).view(3, WIDTH)[:, length - 1])
 
 
-def test_draft_inputs() -> None:
-    """A request drafts at its own temperature: the argmax when greedy, never a division by zero."""
+@pytest.mark.parametrize("factor", [1.0, 0.7], ids=lambda f: f"tau{f}")
+def test_draft_inputs(factor: float) -> None:
+    """A request drafts at a factor of its temperature: the argmax when greedy, no division by
+    zero."""
     info = sampling_info([0.7, 1.0, 0.0], top_ks=[NO_TOP_K, 1, NO_TOP_K])
     batch, *_ = make_step(info, 3)
     anchors, greedy = torch.tensor([7, 8, 9]), DraftInputs.greedy(4, "cpu")
@@ -138,11 +143,12 @@ def test_draft_inputs() -> None:
     def inputs_of(batch: SimpleNamespace) -> DraftInputs:
         worker = FlashMapWorker.__new__(FlashMapWorker)
         worker._greedy_inputs = greedy
-        rules = StepRules.of(batch, make_acceptor()._serve)
+        worker.serve = dataclasses.replace(make_acceptor()._serve, draft_temperature=factor)
+        rules = StepRules.of(batch, worker.serve)
         return worker._draft_inputs(batch, anchors, rules)
 
     inputs = inputs_of(batch)
-    torch.testing.assert_close(inputs.temperatures, torch.tensor([0.7, 0.0, 1e-5]))
+    torch.testing.assert_close(inputs.temperatures, torch.tensor([0.7 * factor, 0.0, 1e-5]))
     assert torch.equal(inputs.anchors, anchors)
     assert torch.equal(inputs.seq_lens, batch.seq_lens)
     assert inputs.rows.tolist() == [4, 0, 2] and inputs.active.tolist() == [1, 1, 1]

@@ -19,6 +19,7 @@ from sglang.kernels.ops.speculative.flashmap.tree import plan_tree
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
+from sglang.srt.speculative.flashmap.draft_sampling import draft_temperatures
 from sglang.srt.speculative.flashmap.drafter import DraftBlock
 from sglang.srt.speculative.flashmap.history import TokenHistory
 from sglang.srt.speculative.flashmap.penalties import (
@@ -100,6 +101,7 @@ class ToyServer:
     candidates: int = 3
     choices: int = 0
     tree_temperature: float = 10.0
+    draft_temperature: float = 1.0
     block_verification: bool = False
     seed: int = 0
     target: torch.Tensor = field(init=False)
@@ -123,6 +125,7 @@ class ToyServer:
             grid=(0.0, 1.0),
             draft_vocab_size=0,
             block_verification=self.block_verification,
+            draft_temperature=self.draft_temperature,
             tree_candidates=self.candidates,
             tree_choices=self.choices,
             tree_budget=1 << 40,
@@ -172,8 +175,7 @@ class ToyServer:
         size = len(text)
         anchors = text.gather(1, done[:, None] - 1)[:, 0]
         logits = self.draft[anchors].repeat(1, self.candidates, 1)
-        temperatures = batch.sampling_info.temperatures.view(-1).clone()
-        temperatures[batch.sampling_info.top_ks <= 1] = 0.0
+        temperatures = draft_temperatures(batch.sampling_info, self.draft_temperature)
         # Drafts are not what is under test: any draws from the proposal will do.
         scores = logits / temperatures.view(-1, 1, 1).clamp_min(1e-6)
         scores -= torch.empty_like(scores).exponential_(generator=self._generator).log()
@@ -186,7 +188,7 @@ class ToyServer:
             tree = grow_tree(anchors, likely, probs, block, self.width, chain)
         else:
             tree = plan_tree(anchors, tokens, self.width, chain)
-        draft = DraftBlock(tokens[:, 0], logits[:, : self.block_size], tree)
+        draft = DraftBlock(tokens[:, 0], logits[:, : self.block_size], temperatures, tree)
         return draft, VerifyBlock.of_tree(tree)
 
     def _logits(self, text, done, block: VerifyBlock) -> torch.Tensor:

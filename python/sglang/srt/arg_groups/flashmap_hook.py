@@ -59,6 +59,7 @@ def _handle_flashmap(server_args: Any) -> None:
     width = _resolve_verify_width(server_args, config)
     grid = config.grid(cfg.speculative_flashmap_num_steps)
     _check_noise(cfg, num_jumps=len(grid) - 1)
+    _check_draft_temperature(cfg)
     _check_jump_bank(cfg, config, num_jumps=len(grid) - 1)
     _check_quantization(cfg)
     _check_caches(cfg)
@@ -423,6 +424,15 @@ def _check_noise(cfg: Any, *, num_jumps: int) -> None:
         raise ValueError(
             f"--speculative-flashmap-noise-temperature {temperature} must be a number of at least "
             "0."
+        )
+
+
+def _check_draft_temperature(cfg: Any) -> None:
+    factor = cfg.speculative_flashmap_draft_temperature
+    if not 0 < factor <= 2:
+        raise ValueError(
+            f"--speculative-flashmap-draft-temperature {factor} must be above 0 and at most 2; 1, "
+            "the default, draws drafts at the request's own temperature."
         )
 
 

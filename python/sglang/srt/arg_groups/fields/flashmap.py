@@ -49,6 +49,12 @@ class FlashMapSpecFields(msgspec.Struct):
         "FLASHMAP only. Factor of the draft's starting noise. 0 drafts from one fixed state. "
         "Output is lossless either way.",
     ] = 1.0
+    speculative_flashmap_draft_temperature: A[
+        float,
+        "FLASHMAP only. Factor of a request's temperature at which its drafts are drawn, above 0 "
+        "and at most 2. Greedy requests are drafted greedily whatever it is. Output is lossless "
+        "either way.",
+    ] = 1.0
     speculative_flashmap_tree_candidates: A[
         int,
         "FLASHMAP only. Candidate blocks per request, N, drafted in one pass from independent "

@@ -13,11 +13,7 @@ from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.drafter import DraftBlock
 from sglang.srt.speculative.flashmap.noise import SeedTable
 from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
-from sglang.srt.speculative.flashmap.target_probs import (
-    greedy_rows,
-    row_temperatures,
-    target_probs,
-)
+from sglang.srt.speculative.flashmap.target_probs import greedy_rows, target_probs
 from sglang.srt.speculative.flashmap.verify import (
     Accepted,
     accept_greedy,
@@ -110,7 +106,7 @@ class Acceptor:
             propose(
                 draft.logits[:, :length],
                 drafts,
-                temperatures=row_temperatures(info),
+                temperatures=draft.temperatures,
                 ids=self._model.draft_ids,
                 column_of=self._model.draft_columns,
             ),

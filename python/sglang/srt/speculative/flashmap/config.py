@@ -35,6 +35,8 @@ class FlashMapServeConfig:
     """Relative error at which the folded form is cut; 0: not at all."""
     noise_temperature: float = 1.0
     """Factor of the draft's starting noise; 0 drafts from one fixed state."""
+    draft_temperature: float = 1.0
+    """Factor of a sampled request's temperature at which its drafts are drawn."""
     tree_candidates: int = 0
     """Candidate blocks per request, ``N``; 0, and 1 without choices, verifies chains."""
     tree_choices: int = 0
@@ -100,6 +102,7 @@ class FlashMapServeConfig:
             noise=spec.speculative_flashmap_noise,
             noise_error=spec.speculative_flashmap_noise_error,
             noise_temperature=spec.speculative_flashmap_noise_temperature,
+            draft_temperature=spec.speculative_flashmap_draft_temperature,
             tree_candidates=spec.speculative_flashmap_tree_candidates,
             tree_choices=spec.speculative_flashmap_tree_choices,
             tree_budget=spec.speculative_flashmap_tree_budget,

@@ -4,10 +4,10 @@ A draft reads a few small per-request tensors (``DraftInputs``), the draft KV po
 the requests, and writes ``tokens (B, K)`` and the draft logits. On a server of trees it drafts
 ``N`` candidate blocks per request, side by side on the cross-attention's query axis so that the
 context is read once, and plans the trees; ``N`` depends on the batch's size alone. Candidate 0 is
-the same for every ``N``, at the request's temperature; the others are sampled at a temperature of
-their own, since the likeliest blocks of different noise may be one. Everything else is weights. So
-a graph per batch size needs no metadata from an attention backend and no host work but filling the
-inputs; padding rows are inactive: they write no context and attend to none.
+the same for every ``N``, at the request's draft temperature; the others are sampled at a
+temperature of their own, since the likeliest blocks of different noise may be one. Everything else
+is weights. So a graph per batch size needs no metadata from an attention backend and no host work
+but filling the inputs; padding rows are inactive: they write no context and attend to none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class DraftInputs:
     rows: torch.Tensor
     """``req_to_token`` row, int64."""
     temperatures: torch.Tensor
-    """Sampling temperature, float32; 0 drafts the argmax."""
+    """At which drafts are drawn (``draft_temperatures``), float32; 0 drafts the argmax."""
     active: torch.Tensor
     """1, or 0 for graph padding, int32."""
     filters: torch.Tensor
@@ -97,6 +97,9 @@ class DraftBlock:
     logits: torch.Tensor
     """Its logits ``(B, K, Vd)`` in the draft's dtype, -inf where a request's filters leave tokens
     out."""
+    temperatures: torch.Tensor
+    """Its rows' temperatures ``(B,)``: ``softmax(logits / temperatures)`` is what the tokens are
+    draws from, and what an accept rule divides by."""
     tree: TreePlan | None = None
     """What all candidates are verified as; None on a server of chains."""
 
@@ -136,7 +139,7 @@ class Drafter:
         graph, block = self._graphs[captured]
         graph.replay()
         tree = None if block.tree is None else first_requests(block.tree, size)
-        return DraftBlock(block.tokens[:size], block.logits[:size], tree)
+        return DraftBlock(block.tokens[:size], block.logits[:size], block.temperatures[:size], tree)
 
     def _draft(self, inputs: DraftInputs, out: torch.Tensor | None = None) -> DraftBlock:
         model, config = self.model, self.model.config
@@ -188,7 +191,7 @@ class Drafter:
         tree = None
         if self.serve.trees:
             tree = self._plan(inputs, tokens, logits)
-        return DraftBlock(tokens[:, 0], logits[:, 0], tree)
+        return DraftBlock(tokens[:, 0], logits[:, 0], inputs.temperatures, tree)
 
     def _plan(self, inputs: DraftInputs, tokens: torch.Tensor, logits: torch.Tensor) -> TreePlan:
         """The trees of candidates ``tokens (B, N, K)`` and their ``logits (B, N, K, Vd)``."""

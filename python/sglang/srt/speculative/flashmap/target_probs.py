@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import torch
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it a sampled request is taken at it: logits are divided by temperatures."""
+
 
 def greedy_rows(sampling_info) -> torch.Tensor:
     """Which requests take the argmax, ``(B,)`` bool: upstream makes temperature 0 a top-k of 1."""
@@ -19,7 +22,7 @@ def greedy_rows(sampling_info) -> torch.Tensor:
 
 def row_temperatures(sampling_info) -> torch.Tensor:
     """Temperatures to divide by, ``(B,)`` float32, above 0 for greedy requests too."""
-    return sampling_info.temperatures.view(-1).float().clamp_min(1e-5)
+    return sampling_info.temperatures.view(-1).float().clamp_min(LEAST_TEMPERATURE)
 
 
 def is_filtered(sampling_info) -> bool:

@@ -55,7 +55,7 @@ class Proposal:
     """The draft's side of sampled verification."""
 
     probs: torch.Tensor
-    """``q (B, γ, Vd)`` float32, at the requests' temperatures."""
+    """``q (B, γ, Vd)`` float32, at the temperatures drafts were drawn at."""
     token_probs: torch.Tensor
     """``q_i(x_i) (B, γ)``."""
     ids: torch.Tensor | None
@@ -163,10 +163,11 @@ def propose(
     Args:
         draft_logits: ``(B, γ, Vd)``.
         drafts: token ids ``(B, γ)``.
-        temperatures: ``(B,)`` > 0 (any value for greedy rows, whose proposal is not used).
+        temperatures: ``(B,)``; a row at 0 (greedy: its proposal is not used) is taken at 1.
         ids, column_of: the draft vocabulary ``(Vd,)`` and its inverse ``(V,)``, or None.
     """
-    probs = torch.softmax(draft_logits.float() / temperatures.view(-1, 1, 1), dim=-1)
+    heat = torch.where(temperatures > 0, temperatures, 1.0)
+    probs = torch.softmax(draft_logits.float() / heat[:, None, None], dim=-1)
     columns = drafts if column_of is None else column_of[drafts].to(torch.int64)
     return Proposal(probs, probs.gather(2, columns[..., None])[..., 0], ids)
 

@@ -45,7 +45,7 @@ from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.attention import select_context_attention
 from sglang.srt.speculative.flashmap.commit import Committer, first_rows
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
-from sglang.srt.speculative.flashmap.draft_filters import draft_filters
+from sglang.srt.speculative.flashmap.draft_sampling import draft_filters, draft_temperatures
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.first_token import FirstTokenSampler
 from sglang.srt.speculative.flashmap.history import TokenHistory
@@ -60,11 +60,7 @@ from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.processors import process_block
 from sglang.srt.speculative.flashmap.statistics import TreeStatistics
 from sglang.srt.speculative.flashmap.target import TargetVerifier, logit_scale
-from sglang.srt.speculative.flashmap.target_probs import (
-    greedy_rows,
-    is_filtered,
-    row_temperatures,
-)
+from sglang.srt.speculative.flashmap.target_probs import is_filtered
 from sglang.srt.speculative.flashmap.verify import Accepted
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -490,7 +486,7 @@ class FlashMapWorker(BaseSpecWorker):
             filters = draft_filters(info, size, bonus.device)
         return dataclasses.replace(
             inputs,
-            temperatures=torch.where(greedy_rows(info), 0.0, row_temperatures(info)),
+            temperatures=draft_temperatures(info, self.serve.draft_temperature),
             filters=filters,
             chain=rules.chain(size, bonus.device),
         )

@@ -5,8 +5,8 @@ K + k`` for slot ``k`` of candidate ``c``. All that its kernels read a row by fo
 numbers of the request; in eager operations that is two dozen launches of a microsecond or two in
 front of the network, here one.
 
-Candidate 0 is drafted at its request's temperature and filters, so that it is the same for every
-``N``; the others at ``candidate_temperature``. With more than one candidate a request at
+Candidate 0 is drafted at its request's draft temperature and filters, so that it is the same for
+every ``N``; the others at ``candidate_temperature``. With more than one candidate a request at
 temperature 0 has no filters: its top-k of 1 would make all of them one.
 """
 
