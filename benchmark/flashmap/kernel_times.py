@@ -37,6 +37,12 @@ from sglang.kernels.ops.speculative.flashmap.full_mask import (
     write_full_mask,
     write_full_mask_torch,
 )
+from sglang.kernels.ops.speculative.flashmap.greedy import (
+    accept_chain,
+    accept_chain_torch,
+    argmax_keys,
+    argmax_keys_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.noise import normed_noise, normed_noise_torch
 from sglang.kernels.ops.speculative.flashmap.norm import (
     rms_norm,
@@ -69,6 +75,7 @@ from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree, walk_tr
 
 # The draft of Qwen3-8B.
 LAYERS, DIM, HEADS, HEAD_DIM, SLOTS, VOCAB = 6, 2048, 16, 128, 16, 32768
+TARGET_VOCAB = 151_936
 EPS, THETA, NOISE_WIDTH = 1e-6, 10_000.0, 4096
 TARGET_LAYERS, TARGET_KV_HEADS = 36, 8
 VERIFY_WIDTH, COMMITTED = 17, 4
@@ -226,6 +233,21 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
             reference_is_capturable=False,
         )
 
+    target_logits = torch.randn(window, TARGET_VOCAB, **options)
+    yield Row(
+        "argmax_keys",
+        size(target_logits),
+        lambda: argmax_keys(target_logits),
+        lambda: argmax_keys_torch(target_logits),
+    )
+    keys = argmax_keys(target_logits).view(batch, VERIFY_WIDTH, -1)
+    args_accept = (torch.zeros(batch, VERIFY_WIDTH, dtype=torch.int64, device="cuda"), keys, lens)
+    yield Row(
+        "accept_chain",
+        size(*args_accept, *accept_chain(*args_accept)),
+        lambda: accept_chain(*args_accept),
+        lambda: accept_chain_torch(*args_accept),
+    )
     anchors = torch.zeros(batch, dtype=torch.int64, device="cuda")
     chain = torch.zeros(batch, dtype=torch.bool, device="cuda")
     # Nine drafts in ten are token 0, so that candidates share prefixes.
@@ -260,7 +282,7 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
         )
         # The target follows the likeliest path.
         links = plan.tokens, plan.first_child, plan.next_sibling
-        args_walk = (*links, torch.zeros_like(plan.tokens), SLOTS + 1)
+        args_walk = (*links, torch.zeros_like(plan.tokens), lens, SLOTS + 1)
         yield Row(
             f"walk_tree W={width}",
             size(*args_walk[:4]),

@@ -124,8 +124,8 @@ def report(args: argparse.Namespace) -> None:
                     follows = torch.cat((anchor.truth, torch.tensor([-1])))
                     for name, plan in plans(anchor, draws, width).items():
                         links = plan.tokens, plan.first_child, plan.next_sibling
-                        chosen = follows[plan.depths.long()]
-                        _, correct, _ = walk_tree(*links, chosen, slots + 1)
+                        after = follows[plan.depths.long()]
+                        _, correct, *_ = walk_tree(*links, after, after[:, 0], slots + 1)
                         total[name] = total.get(name, 0) + int(correct)
                 means = (f"{name} {value / len(chosen):.2f}" for name, value in total.items())
                 print(f"    W={width}: {'; '.join(means)}", flush=True)

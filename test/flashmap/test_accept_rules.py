@@ -194,9 +194,13 @@ def test_a_biased_rule_is_seen(biased: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_greedy_keeps_the_longest_matching_prefix() -> None:
     target = torch.tensor([[3, 1, 4, 1]] * 5)
     drafts = torch.tensor([[3, 1, 4], [3, 1, 9], [3, 9, 4], [9, 1, 4], [9, 9, 9]])
-    accepted = accept_greedy(drafts, target)
+    block = torch.cat([torch.full((5, 1), 7), drafts], dim=1)
+    accepted = accept_greedy(block, target, torch.full((5,), 10))
     assert accepted.num_correct.tolist() == [3, 2, 1, 0, 0]
-    assert accepted.bonus.tolist() == [1, 4, 1, 3, 3]
+    end = accepted.end(torch.full((5,), 10))
+    assert accepted.bonus.tolist() == end.bonus.tolist() == [1, 4, 1, 3, 3]
+    assert end.commit_lens.tolist() == [4, 3, 2, 1, 1]
+    assert end.seq_lens.tolist() == [14, 13, 12, 11, 11]
 
 
 def test_tokens_of_a_chain_are_the_kept_drafts_then_the_bonus() -> None:
@@ -222,6 +226,9 @@ def test_merge_takes_each_row_from_its_own_rule(paths: bool) -> None:
     assert merged.num_correct.tolist() == [1, 1, 0]
     assert merged.tokens.tolist() == [[1, 2], [8, 3], [5, 6]]
     assert merged.bonus.tolist() == [2, 3, 5]
+    end = merged.end(torch.tensor([10, 20, 30]))
+    assert end.commit_lens.tolist() == [2, 2, 1] and end.commit_lens.dtype == torch.int32
+    assert end.seq_lens.tolist() == [12, 22, 31]
     if not paths:
         assert merged.path is None
         return

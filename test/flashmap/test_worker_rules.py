@@ -14,7 +14,12 @@ from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, DraftInputs
 from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.target import logit_scale
-from sglang.srt.speculative.flashmap.verify import accept_greedy, accept_rejection, propose
+from sglang.srt.speculative.flashmap.verify import (
+    Accepted,
+    accept_greedy,
+    accept_rejection,
+    propose,
+)
 from sglang.srt.speculative.flashmap.worker import FlashMapWorker
 
 BLOCK, WIDTH, VOCAB = 4, 4, 40
@@ -52,6 +57,11 @@ def accept(acceptor: Acceptor, batch: SimpleNamespace, draft: DraftBlock, logits
     return acceptor.accept(batch, rules, draft, block, logits)
 
 
+def greedy_outcome(drafts: torch.Tensor, logits: torch.Tensor) -> Accepted:
+    block = torch.cat([torch.zeros_like(drafts[:, :1]), drafts], dim=1)
+    return accept_greedy(block, logits.argmax(-1).view(3, WIDTH), torch.arange(3) + 9)
+
+
 def make_step(info: SimpleNamespace | None, size: int, restricted: bool = False) -> tuple:
     """Batch, drafted block, verified drafts and target logits of a step of `size` requests."""
     batch = SimpleNamespace(
@@ -78,7 +88,7 @@ def test_a_greedy_batch_computes_no_distribution(
     monkeypatch.setattr(accept_module, "propose", None)
     batch, block, drafts, logits = make_step(info, 3)
     accepted = accept(make_acceptor(), batch, block, logits)
-    expected = accept_greedy(drafts, logits.argmax(-1).view(3, WIDTH))
+    expected = greedy_outcome(drafts, logits)
     assert torch.equal(accepted.num_correct, expected.num_correct)
     assert torch.equal(accepted.bonus, expected.bonus)
     assert accepted.num_correct.max() > 0
@@ -94,7 +104,7 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(block: bool, restricted:
     batch, draft, drafts, logits = make_step(info, 3, restricted)
     accepted = accept(acceptor, batch, draft, logits)
 
-    greedy = accept_greedy(drafts, logits.argmax(-1).view(3, WIDTH))
+    greedy = greedy_outcome(drafts, logits)
     assert accepted.num_correct[1] == greedy.num_correct[1]
     assert accepted.bonus[1] == greedy.bonus[1]
 

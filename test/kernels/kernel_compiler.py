@@ -23,6 +23,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     filter_logits,
     fp8_linear,
     full_mask,
+    greedy,
     noise,
     norm,
     residual_linear,
@@ -130,7 +131,12 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         tokens, probs = slot_choices.slot_choices_triton(logits, ids, torch.zeros(1), count)
         grown = tree.TreePlan.empty(1, width, tokens.device).tensors()
         tree_growth.grow_tree_triton(longs[:1], tokens, probs, longs[None], longs[:1] > 0, grown)
-    path, _, _ = tree_walk.walk_tree_triton(*(plan.tokens,) * 4, depth=slots + 1)
+    greedy.argmax_keys_triton(logits[0, 0])
+    keys = plan.tokens[..., None].expand(-1, -1, 38).contiguous()
+    for chosen in (plan.tokens, keys):
+        links = (plan.tokens, plan.first_child, plan.next_sibling)
+        path, *_ = tree_walk.walk_tree_triton(*links, chosen, longs, depth=slots + 1)
+        greedy.accept_chain_triton(plan.tokens, chosen, longs)
     for pool_dtype in pool_dtypes:
         pool = torch.zeros(9, KV_HEADS, HEAD_DIM).to(pool_dtype)
         accepted_kv.move_accepted_triton([pool], plan.tokens, path)

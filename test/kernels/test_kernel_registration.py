@@ -12,6 +12,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     cross_attention,
     draft_rows,
     full_mask,
+    greedy,
     noise,
     norm,
     residual_linear,
@@ -30,7 +31,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 26
+    assert len(OPS) == 28
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -115,9 +116,17 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     sampler.sample_draft(x, None, new(rows, dtype=torch.float32), longs, longs)
                 )
                 assert outputs[-1].shape == (rows,) and outputs[-1].dtype == torch.int64
-                path, num_correct, committed = tree_walk.walk_tree(
-                    *(new(rows, 9, dtype=torch.int64),) * 4, 5
+                keys = greedy.argmax_keys(x)
+                assert keys.shape[0] == rows and keys.dtype == torch.int64
+                nodes, three_splits = (new(rows, 9, *s, dtype=torch.int64) for s in ((), (3,)))
+                path, num_correct, committed, *ends = tree_walk.walk_tree(
+                    nodes, nodes, nodes, three_splits, longs, 5
                 )
+                tokens, *chain_ends = greedy.accept_chain(nodes, three_splits, longs)
+                assert tokens.shape == (rows, 9) and tokens.dtype == torch.int64
+                dtypes = [torch.int64, torch.int32, torch.int64]
+                assert [x.dtype for x in ends] == [x.dtype for x in chain_ends[1:]] == dtypes
+                assert all(x.shape == (rows,) for x in ends + chain_ends)
                 assert path.shape == (rows, 5) and path.dtype == torch.int32
                 assert committed.shape == (rows, 5) and committed.dtype == torch.int64
                 assert num_correct.shape == (rows,) and num_correct.dtype == torch.int64

@@ -90,7 +90,7 @@ def test_a_tree_commits_what_one_token_at_a_time_would(tree: TreePlan, data: st.
     for row, found in enumerate(nodes):
         chosen[row, : len(found)] = torch.tensor([says(row, prefix) for prefix in found])
     depth = 1 + max(len(prefix) for found in nodes for prefix in found)
-    accepted = accept_walk(tree, chosen, depth - 1)
+    accepted = accept_walk(tree, chosen, torch.zeros_like(chosen[:, 0]), depth - 1)
 
     # Windows of slots in any order; each node's KV is its request and its place among the nodes.
     slots = torch.tensor(data.draw(st.permutations(range(size * width)))).view(size, width)

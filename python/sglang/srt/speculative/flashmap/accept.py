@@ -6,9 +6,11 @@ outcome of its own; a batch of one rule computes no other.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.kernels.ops.speculative.flashmap.greedy import argmax_keys, key_tokens
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.drafter import DraftBlock
 from sglang.srt.speculative.flashmap.noise import SeedTable
@@ -16,6 +18,7 @@ from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.target_probs import greedy_rows, target_probs
 from sglang.srt.speculative.flashmap.verify import (
     Accepted,
+    StepEnd,
     accept_greedy,
     accept_rejection,
     accept_walk,
@@ -58,22 +61,25 @@ class Acceptor:
         logits: torch.Tensor,
     ) -> Accepted:
         """The outcome for ``logits (B · W, V)``, adjusted, of the rows of ``block``."""
+        lens = batch.seq_lens.to(torch.int64)
         if self._simulated_length > 0:
-            return self._simulate(block, logits)
+            return self._simulate(block, logits, lens)
         rejected = self._reject(batch, draft, logits) if rules.rejection else None
         if rejected is not None and not (rules.greedy or rules.match):
             return rejected
         if block.tree is None:
-            walked = accept_greedy(block.tokens[:, 1:], self._argmax(logits))
+            walked = accept_greedy(block.tokens, self._argmax(logits), lens)
         else:
             chosen = self._choose(batch, rules, block, logits)
-            walked = accept_walk(block.tree, chosen, self._serve.num_drafts)
+            walked = accept_walk(block.tree, chosen, lens, self._serve.num_drafts)
         if rejected is None:
             return walked
         return merge_accepted(walked, rejected, rules.rejected)
 
     def _argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.argmax(dim=-1).view(-1, self._serve.verify_width)
+        """Keys ``(B, W, S)`` of the first maxima."""
+        keys = argmax_keys(logits)
+        return keys.view(-1, self._serve.verify_width, keys.shape[1])
 
     def _choose(
         self,
@@ -82,7 +88,7 @@ class Acceptor:
         block: VerifyBlock,
         logits: torch.Tensor,
     ) -> torch.Tensor:
-        """The target's token after each node, ``(B, W)`` int64."""
+        """The target's token after each node, or its key, as ``accept_walk`` takes them."""
         if not rules.match:
             return self._argmax(logits)
         info = batch.sampling_info
@@ -91,7 +97,7 @@ class Acceptor:
         )
         if not rules.greedy:
             return drawn
-        return torch.where(greedy_rows(info)[:, None], self._argmax(logits), drawn)
+        return torch.where(greedy_rows(info)[:, None], key_tokens(self._argmax(logits)), drawn)
 
     def _reject(self, batch: "ScheduleBatch", draft: DraftBlock, logits: torch.Tensor) -> Accepted:
         """Rejection on the chain of candidate 0, whose slot ``i`` is row ``i`` of its window."""
@@ -118,21 +124,26 @@ class Acceptor:
     def _seeds(self, batch: "ScheduleBatch") -> torch.Tensor:
         return self._seed_table.seeds[batch.req_pool_indices.to(torch.int64)]
 
-    def _simulate(self, block: VerifyBlock, logits: torch.Tensor) -> Accepted:
-        """An accept length whatever was drafted; in trees, of the rows that are furthest from their
-        places, so that all of them are moved."""
-        tokens = self._argmax(logits)
-        length = sample_simulated_acc_len(
-            self._simulated_length, SIMULATE_ACC_METHOD, self._serve.num_drafts + 1
-        )
-        num_correct = torch.full_like(tokens[:, 0], length - 1)
-        if block.tree is None:
-            return Accepted(num_correct, tokens)
-        path = torch.full(
-            (len(tokens), self._serve.num_drafts + 1), -1, dtype=torch.int32, device=tokens.device
-        )
-        path[:, 0] = 0
-        path[:, 1:length] = torch.arange(
-            self._serve.verify_width - length + 1, self._serve.verify_width, device=tokens.device
-        )
-        return Accepted(num_correct, tokens.gather(1, path.clamp_min(0).to(torch.int64)), path)
+    def _simulate(
+        self, block: VerifyBlock, logits: torch.Tensor, seq_lens: torch.Tensor
+    ) -> Accepted:
+        """An accept length whatever was drafted, at the price of the greedy rule; in trees, of the
+        rows that are furthest from their places, so that all of them are moved."""
+        tokens, depth = block.tokens, self._serve.num_drafts + 1
+        length = sample_simulated_acc_len(self._simulated_length, SIMULATE_ACC_METHOD, depth)
+        chosen = accept_greedy(tokens, self._argmax(logits), seq_lens).tokens[:, :depth]
+        num_correct, commit_lens, path = _simulated(*tokens.shape, length, depth, tokens.device)
+        end = StepEnd(chosen[:, length - 1], commit_lens, seq_lens + length)
+        return Accepted(num_correct, chosen, None if block.tree is None else path, end)
+
+
+@functools.cache
+def _simulated(
+    size: int, width: int, length: int, depth: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``num_correct``, ``commit_lens`` and ``path`` of steps of ``length``, kept for good."""
+    commit_lens = torch.full((size,), length, dtype=torch.int32, device=device)
+    path = torch.full((size, depth), -1, dtype=torch.int32, device=device)
+    path[:, 0] = 0
+    path[:, 1:length] = torch.arange(width - length + 1, width, device=device)
+    return (commit_lens - 1).to(torch.int64), commit_lens, path

@@ -38,6 +38,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from sglang.kernels.ops.speculative.flashmap.greedy import accept_chain
 from sglang.kernels.ops.speculative.flashmap.noise import uniform_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
@@ -63,6 +64,18 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class StepEnd:
+    """Where a step leaves ``B`` requests."""
+
+    bonus: torch.Tensor
+    """``Accepted.bonus``."""
+    commit_lens: torch.Tensor
+    """Committed positions, the anchor's included, ``(B,)`` int32."""
+    seq_lens: torch.Tensor
+    """Committed positions in all ``(B,)`` int64: the next anchor's position."""
+
+
+@dataclass(frozen=True)
 class Accepted:
     """Outcome of one verify step of ``B`` requests."""
 
@@ -74,11 +87,23 @@ class Accepted:
     path: torch.Tensor | None = None
     """Rows of the verify window that were kept ``(B, γ + 1)`` int32: the anchor's, then the
     drafts', -1 after the end. None: rows ``0 … num_correct``."""
+    known_end: StepEnd | None = None
+    """Of a kernel that wrote it beside the rest."""
 
     @property
     def bonus(self) -> torch.Tensor:
         """The target's own token after the drafts ``(B,)`` int64; the next anchor."""
+        if self.known_end is not None:
+            return self.known_end.bonus
         return self.tokens.gather(1, self.num_correct[:, None])[:, 0]
+
+    def end(self, seq_lens: torch.Tensor) -> StepEnd:
+        """Where requests of ``seq_lens (B,)``, the anchors' positions, are left."""
+        if self.known_end is not None:
+            return self.known_end
+        commit_lens = torch.empty_like(self.num_correct, dtype=torch.int32)
+        torch.add(self.num_correct, 1, out=commit_lens)
+        return StepEnd(self.bonus, commit_lens, seq_lens + commit_lens)
 
     @classmethod
     def of_chain(
@@ -99,21 +124,29 @@ class Accepted:
         return Accepted(self.num_correct, self.tokens, path)
 
 
-def accept_greedy(drafts: torch.Tensor, target_tokens: torch.Tensor) -> Accepted:
-    """Greedy rule for ``drafts (B, γ)`` and the target's argmax ``target_tokens (B, γ + 1)``."""
-    matches = drafts == target_tokens[:, :-1]
-    num_correct = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
+def accept_greedy(block: torch.Tensor, chosen: torch.Tensor, seq_lens: torch.Tensor) -> Accepted:
+    """The greedy rule on chains.
+
+    Args:
+        block: anchors and drafts ``(B, W)``.
+        chosen: the target's argmax after each row: keys ``(B, W, S)`` of ``argmax_keys``, or tokens
+            ``(B, W)``.
+        seq_lens: the anchors' positions ``(B,)`` int64.
+    """
+    tokens, num_correct, *end = accept_chain(block, chosen, seq_lens)
     # Up to the first mismatch the argmax is the draft.
-    return Accepted(num_correct, target_tokens)
+    return Accepted(num_correct, tokens, known_end=StepEnd(*end))
 
 
-def accept_walk(tree: TreePlan, chosen: torch.Tensor, num_drafts: int) -> Accepted:
-    """The walk along ``chosen (B, W)``, the target's token after each node, ``γ`` drafts at
-    most."""
-    path, num_correct, tokens = walk_tree(
-        tree.tokens, tree.first_child, tree.next_sibling, chosen, num_drafts + 1
+def accept_walk(
+    tree: TreePlan, chosen: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int
+) -> Accepted:
+    """The walk along ``chosen``, the target's token after each node (as in ``accept_greedy``),
+    ``γ`` drafts at most."""
+    path, num_correct, tokens, *end = walk_tree(
+        tree.tokens, tree.first_child, tree.next_sibling, chosen, seq_lens, num_drafts + 1
     )
-    return Accepted(num_correct, tokens, path)
+    return Accepted(num_correct, tokens, path, StepEnd(*end))
 
 
 def draw_nodes(

@@ -375,26 +375,22 @@ class FlashMapWorker(BaseSpecWorker):
         if block.tree is not None:
             self._statistics.launch(block.tree, rules, list(batch.reqs))
         self._record(penalties, prefix_lens, accepted.tokens, after=1)
-        commit_lens = torch.empty_like(accepted.num_correct, dtype=torch.int32)
-        torch.add(accepted.num_correct, 1, out=commit_lens)
-        new_seq_lens = prefix_lens + commit_lens
+        end = accepted.end(prefix_lens)
         if batch.return_logprob:
             self._compute_logprobs(batch, output, accepted)
-        self._committer.commit(window, output.hidden_states, accepted, commit_lens)
+        self._committer.commit(window, output.hidden_states, accepted, end.commit_lens)
         output.hidden_states = None
         if on_publish is not None:
-            on_publish(new_seq_lens)
+            on_publish(end.seq_lens)
         return GenerationBatchResult(
             logits_output=output,
             next_token_ids=accepted.tokens.reshape(-1),
-            accept_lens=commit_lens,
+            accept_lens=end.commit_lens,
             can_run_cuda_graph=verified.can_run_cuda_graph,
-            next_draft_input=make_draft_input_v2(
-                bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens
-            ),
+            next_draft_input=make_draft_input_v2(bonus_tokens=end.bonus, new_seq_lens=end.seq_lens),
             speculative_num_draft_tokens=width,
             speculative_output_stride=accepted.tokens.shape[1],
-            new_seq_lens=new_seq_lens,
+            new_seq_lens=end.seq_lens,
         )
 
     def _block(self, bonus: torch.Tensor, draft: DraftBlock) -> VerifyBlock:

@@ -24,6 +24,8 @@ _OPS = (
     ("draft_rows", "draft_rows"),
     ("filter_logits", "filter_logits"),
     ("fp8_linear", "quantize_rows"),
+    ("greedy", "argmax_keys"),
+    ("greedy", "accept_chain"),
     ("noise", "uniform_noise"),
     ("noise", "gaussian_noise"),
     ("noise", "gaussian_at"),

@@ -3,7 +3,8 @@
 After verification the target has chosen a token behind every node. The walk starts at the root and
 goes on to the child whose token is the one chosen, until no child has it. Siblings have distinct
 tokens, so there is at most one way. Along the path the chosen tokens are the output: those that a
-child met are the accepted drafts, the last one is the target's own.
+child met are the accepted drafts, the last one is the target's own. What else ends a step, the
+request's new length and how much of it is new, is known then and written by the same launch.
 
 One program walks one request. A step needs the result of the one before, and a node is looked at
 once at most, so the time is that of as many dependent loads, of rows that stay in the L1 cache;
@@ -17,11 +18,16 @@ from typing import Tuple
 import torch
 import triton
 import triton.language as tl
+from sglang.kernels.ops.speculative.flashmap.greedy import chosen_tokens
 from sglang.kernels.ops.speculative.flashmap.launch import (
     launch_options,
     wait_for_inputs,
 )
 from sglang.srt.utils.custom_op import register_custom_op
+
+WalkOutputs = Tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]
 
 
 def walk_tree_torch(
@@ -29,13 +35,15 @@ def walk_tree_torch(
     first_child: torch.Tensor,
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
+    lens: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> WalkOutputs:
     """Reference of :func:`walk_tree`."""
 
     def at(values: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return values.gather(1, node.clamp_min(0))
 
+    chosen = chosen_tokens(chosen)
     # follow (B, W): the child to go on to; all nodes pass over their wrong children in parallel.
     follow = first_child
     while (wrong := (follow >= 0) & (at(tokens, follow) != chosen)).any():
@@ -46,7 +54,24 @@ def walk_tree_torch(
         node = torch.where(node >= 0, at(follow, node), -1)
         path.append(node)
     path = torch.cat(path, dim=1)
-    return path.int(), (path > 0).sum(dim=1), at(chosen, path) * (path >= 0)
+    num_correct = (path > 0).sum(dim=1)
+    committed = at(chosen, path) * (path >= 0)
+    bonus = committed.gather(1, num_correct[:, None])[:, 0]
+    commit_lens = (num_correct + 1).int()
+    return path.int(), num_correct, committed, bonus, commit_lens, lens + commit_lens
+
+
+@triton.jit
+def _chosen(chosen_ptr, node, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
+    """The token chosen after ``node``."""
+    if SPLITS == 0:  # tokens, not keys
+        token = tl.load(chosen_ptr + node)
+    else:
+        split = tl.arange(0, BLOCK_SPLITS)
+        least = -0x7FFFFFFFFFFFFFFF
+        keys = tl.load(chosen_ptr + node * SPLITS + split, mask=split < SPLITS, other=least)
+        token = 0x7FFFFFFF - (tl.max(keys, 0) & 0x7FFFFFFF)
+    return token
 
 
 @triton.jit
@@ -55,10 +80,17 @@ def _walk_tree_kernel(
     first_child_ptr,
     next_sibling_ptr,
     chosen_ptr,
+    lens_ptr,
     path_ptr,
     num_correct_ptr,
     committed_ptr,
+    bonus_ptr,
+    commit_lens_ptr,
+    new_lens_ptr,
     width,
+    chosen_stride,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -68,11 +100,12 @@ def _walk_tree_kernel(
     tokens_ptr += request * width
     first_child_ptr += request * width
     next_sibling_ptr += request * width
-    chosen_ptr += request * width
+    chosen_ptr += request * chosen_stride
     position = tl.arange(0, BLOCK)
     path = tl.where(position == 0, 0, -1)
     num_correct = tl.full((), 0, tl.int64)
-    chosen = tl.load(chosen_ptr)
+    node = tl.full((), 0, tl.int64)
+    chosen = _chosen(chosen_ptr, node, SPLITS, BLOCK_SPLITS)
     committed = tl.where(position == 0, chosen, 0)
     child = tl.load(first_child_ptr)
     while (child >= 0) & (num_correct < DEPTH - 1):
@@ -81,7 +114,7 @@ def _walk_tree_kernel(
         if token == chosen:
             num_correct += 1
             path = tl.where(position == num_correct, child.to(tl.int32), path)
-            chosen = tl.load(chosen_ptr + child)
+            chosen = _chosen(chosen_ptr, child, SPLITS, BLOCK_SPLITS)
             committed = tl.where(position == num_correct, chosen, committed)
             child = tl.load(first_child_ptr + child)
         else:
@@ -89,6 +122,9 @@ def _walk_tree_kernel(
     tl.store(path_ptr + request * DEPTH + position, path, mask=position < DEPTH)
     tl.store(num_correct_ptr + request, num_correct)
     tl.store(committed_ptr + request * DEPTH + position, committed, mask=position < DEPTH)
+    tl.store(bonus_ptr + request, chosen)
+    tl.store(commit_lens_ptr + request, (num_correct + 1).to(tl.int32))
+    tl.store(new_lens_ptr + request, tl.load(lens_ptr + request) + num_correct + 1)
 
 
 def walk_tree_triton(
@@ -96,21 +132,28 @@ def walk_tree_triton(
     first_child: torch.Tensor,
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
+    lens: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> WalkOutputs:
     """Launcher of :func:`walk_tree`."""
     batch, width = tokens.shape
     for x in (tokens, first_child, next_sibling, chosen):
-        assert x.shape == (batch, width) and x.dtype == torch.int64 and x.is_contiguous()
-    outputs = _fake_walk_tree(tokens, first_child, next_sibling, chosen, depth)
+        assert x.shape[:2] == (batch, width) and x.dtype == torch.int64 and x.is_contiguous()
+    assert lens.shape == (batch,) and lens.dtype == torch.int64 and lens.is_contiguous()
+    outputs = _fake_walk_tree(tokens, first_child, next_sibling, chosen, lens, depth)
+    splits = chosen.shape[2] if chosen.dim() == 3 else 0
     if batch:
         _walk_tree_kernel[(batch,)](
             tokens,
             first_child,
             next_sibling,
             chosen,
+            lens,
             *outputs,
             width,
+            chosen.stride(0),
+            SPLITS=splits,
+            BLOCK_SPLITS=triton.next_power_of_2(max(splits, 1)),
             DEPTH=depth,
             BLOCK=triton.next_power_of_2(depth),
             num_warps=1,
@@ -124,12 +167,15 @@ def _fake_walk_tree(
     first_child: torch.Tensor,
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
+    lens: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> WalkOutputs:
     batch, device = tokens.shape[0], tokens.device
     path = torch.empty((batch, depth), dtype=torch.int32, device=device)
-    num_correct = torch.empty((batch,), dtype=torch.int64, device=device)
-    return path, num_correct, torch.empty_like(path, dtype=torch.int64)
+    num_correct, bonus, new_lens = (torch.empty_like(lens) for _ in range(3))
+    committed = torch.empty_like(path, dtype=torch.int64)
+    commit_lens = torch.empty_like(lens, dtype=torch.int32)
+    return path, num_correct, committed, bonus, commit_lens, new_lens
 
 
 _walk_tree_op = register_custom_op(
@@ -145,21 +191,25 @@ def walk_tree(
     first_child: torch.Tensor,
     next_sibling: torch.Tensor,
     chosen: torch.Tensor,
+    lens: torch.Tensor,
     depth: int,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> WalkOutputs:
     """The path from each root along ``chosen``; no step waits for the device.
 
     Args:
         tokens, first_child, next_sibling: ``(B, W)`` int64 of a
             :class:`~sglang.kernels.ops.speculative.flashmap.tree.TreePlan`.
-        chosen: ``(B, W)`` int64, the target's token after each node; padding's is not read.
+        chosen: the target's token after each node: tokens ``(B, W)`` int64, or keys ``(B, W, S)``
+            of ``argmax_keys``; padding's are not read.
+        lens: committed tokens before the roots ``(B,)`` int64.
         depth: most nodes on a path, the root included: ``K + 1`` for trees of ``K`` drafts.
 
     Returns:
         ``path (B, depth)`` int32, node indices from the root on, -1 after the end;
         ``num_correct (B,)`` int64, the accepted drafts: the nodes of the path but for the root;
-        and ``committed (B, depth)`` int64, the tokens chosen along the path: accepted drafts, then
-        the target's own, 0 after the end.
+        ``committed (B, depth)`` int64, the tokens chosen along the path: accepted drafts, then the
+        target's own, 0 after the end; that last token again ``(B,)`` int64; how many tokens are
+        committed, the root included, ``(B,)`` int32; and the lengths then ``(B,)`` int64.
     """
     implementation = _walk_tree_op if tokens.is_cuda else walk_tree_torch
-    return implementation(tokens, first_child, next_sibling, chosen, depth)
+    return implementation(tokens, first_child, next_sibling, chosen, lens, depth)
