@@ -1,10 +1,17 @@
-"""``TargetVerifier``: one target forward over the ``W`` rows of every request."""
+"""``TargetVerifier``: one target forward over the ``W`` rows of every request.
+
+In CUDA graphs its logits stay in the LM head's 16 bits (``layers/verify_logits.py``), of which the
+greedy rule needs an argmax; ``wide_logits`` is for all else.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.kernels.ops.activation.softcap import cast_to_float32_logits
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.verify_logits import can_leave_narrow
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dspark_components.dspark_planner import VerifyWindow
@@ -26,12 +33,37 @@ def logit_scale(target: Any, text_config: Any) -> float:
     return scale / (getattr(text_config, "logits_mup_width_multiplier", None) or 1.0)
 
 
+def leave_logits_narrow(target: torch.nn.Module, head: torch.Tensor, rows: int) -> int:
+    """Let verify forwards of up to ``rows`` rows leave logits in the dtype of ``head (V', H)``.
+
+    To be called before they are captured. Returns the bytes of the buffer they are left in, 0 where
+    ``target`` keeps float32.
+    """
+    processors = [m for m in target.modules() if isinstance(m, LogitsProcessor)]
+    plain = len(processors) == 1 and can_leave_narrow(processors[0])
+    if not plain or head.dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    buffer = torch.empty(rows, head.shape[0], dtype=head.dtype, device=head.device)
+    processors[0].verify_logits = buffer
+    return buffer.nbytes
+
+
 class TargetVerifier:
     """Runs verify forwards of ``target_worker``, ``width`` rows a request."""
 
     def __init__(self, target_worker: TpModelWorker, width: int) -> None:
         self._target_worker = target_worker
         self._width = width
+
+    def wide_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """``logits (rows, V)`` of a verify forward in float32; valid until the next forward."""
+        if logits.dtype == torch.float32:
+            return logits
+        runner = self._target_worker.model_runner
+        rows, vocab = logits.shape
+        # What captured forwards copy float32 logits to.
+        buffer = runner.graph_shared_output.get_logits_buffer(vocab, rows=rows)
+        return cast_to_float32_logits(logits, buffer)
 
     def run(
         self,

@@ -59,7 +59,11 @@ from sglang.srt.speculative.flashmap.penalties import (
 from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.processors import process_block
 from sglang.srt.speculative.flashmap.statistics import TreeStatistics
-from sglang.srt.speculative.flashmap.target import TargetVerifier, logit_scale
+from sglang.srt.speculative.flashmap.target import (
+    TargetVerifier,
+    leave_logits_narrow,
+    logit_scale,
+)
 from sglang.srt.speculative.flashmap.target_probs import is_filtered
 from sglang.srt.speculative.flashmap.verify import Accepted
 from sglang.srt.speculative.spec_utils import (
@@ -151,9 +155,10 @@ class FlashMapWorker(BaseSpecWorker):
         attention = select_context_attention(
             self.device, head_dim=self.draft_model.config.head_dim, pool_dtype=pool_dtype
         )
+        self._head = head.weight.detach()
         self.draft_model.attach_target(
             embedding=embedding.weight.detach(),
-            lm_head=head.weight.detach(),
+            lm_head=self._head,
             lm_head_bias=getattr(head, "bias", None),
             logit_scale=logit_scale(target, text_config),
             serve=self.serve,
@@ -235,6 +240,11 @@ class FlashMapWorker(BaseSpecWorker):
             block_pos_offsets=self._position_offsets,
         )
         self._verifier = TargetVerifier(self.target_worker, self.serve.verify_width)
+        self._narrow_logits_bytes = 0
+        if self._captures_graphs():
+            self._narrow_logits_bytes = leave_logits_narrow(
+                self.model_runner.model, self._head, self.model_runner.max_decode_logits_rows()
+            )
         self._acceptor = Acceptor(
             self.serve,
             self.draft_model,
@@ -260,13 +270,19 @@ class FlashMapWorker(BaseSpecWorker):
             precomputed=self.draft_model.derived_bytes(),
             kvcache=self._drafter.pool_bytes(),
             graph=int(graph * GIB),
-            scratch=self._drafter.scratch_bytes() + self._seed_table.seeds.nbytes,
+            scratch=self._drafter.scratch_bytes()
+            + self._seed_table.seeds.nbytes
+            + self._narrow_logits_bytes,
         )
 
+    def _captures_graphs(self) -> bool:
+        backend = get_exec().graph.cuda_graph_config.decode.backend
+        return torch.device(self.device).type == "cuda" and backend != Backend.DISABLED
+
     def _capture_drafts(self) -> None:
-        config = get_exec().graph.cuda_graph_config.decode
-        if torch.device(self.device).type != "cuda" or config.backend == Backend.DISABLED:
+        if not self._captures_graphs():
             return
+        config = get_exec().graph.cuda_graph_config.decode
         before = get_available_gpu_memory(self.device, self.gpu_id)
         self._drafter.capture(config.bs, self.device)
         used = before - get_available_gpu_memory(self.device, self.gpu_id)
@@ -369,6 +385,8 @@ class FlashMapWorker(BaseSpecWorker):
 
         verified = self._verifier.run(batch, block, window, lens_bound)
         output = verified.logits_output
+        if self._needs_float32(batch, rules, penalties):
+            output.next_token_logits = self._verifier.wide_logits(output.next_token_logits)
         logits = output.next_token_logits
         self._adjust(batch, logits, block, penalties, grammar_tree, grammar_barrier)
         accepted = self._acceptor.accept(batch, rules, draft, block, logits)
@@ -414,6 +432,23 @@ class FlashMapWorker(BaseSpecWorker):
         chosen = tokens.new_zeros(size * width + 1)
         chosen[rows] = tokens
         compute_spec_logprobs(batch, output, chosen, accept_index=rows)
+
+    def _needs_float32(
+        self, batch: "ScheduleBatch", rules: StepRules, penalties: Optional[Penalties]
+    ) -> bool:
+        """Whether more is done with the logits of ``batch`` than to take their argmax."""
+        info = batch.sampling_info
+        adjusted = info is not None and (
+            info.logit_bias is not None or info.has_custom_logit_processor
+        )
+        return bool(
+            rules.match
+            or rules.rejection
+            or penalties is not None
+            or batch.has_grammar
+            or batch.return_logprob
+            or adjusted
+        )
 
     def _adjust(
         self,
