@@ -19,6 +19,10 @@ from sglang.kernels.ops.speculative.flashmap.accepted_kv import (
     move_accepted,
     move_accepted_torch,
 )
+from sglang.kernels.ops.speculative.flashmap.accepted_rows import (
+    accepted_rows,
+    accepted_rows_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.adaln import adaln, adaln_torch
 from sglang.kernels.ops.speculative.flashmap.block_attention import (
     block_self_attention,
@@ -327,6 +331,13 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
     path = torch.full((batch, SLOTS + 1), -1, dtype=torch.int32, device="cuda")
     path[:, 0] = 0
     path[:, 1 : moved + 1] = torch.arange(2, moved + 2, device="cuda")
+    args_rows = (torch.randn(window, 5 * 4096, **options), path, window_slots, window_slots)
+    yield Row(
+        "accepted_rows",
+        2 * size(args_rows[0]),
+        lambda: accepted_rows(*args_rows),
+        lambda: accepted_rows_torch(*args_rows),
+    )
     args_move = (pool, window_slots, path)
     yield Row(
         "move_accepted",

@@ -50,9 +50,9 @@ def make_acceptor(
 
 
 def accept(acceptor: Acceptor, batch: SimpleNamespace, draft: DraftBlock, logits: torch.Tensor):
-    anchors = torch.zeros(len(draft.tokens), dtype=torch.int64)
+    tokens = torch.cat([torch.zeros_like(draft.tokens[:, :1]), draft.tokens], dim=1)[:, :WIDTH]
     path = torch.ones(WIDTH, WIDTH, dtype=torch.bool).tril()
-    block = VerifyBlock.chain(anchors, draft.tokens[:, : WIDTH - 1], path)
+    block = VerifyBlock.chain(tokens, path)
     rules = StepRules.of(batch, acceptor._serve)
     return acceptor.accept(batch, rules, draft, block, logits)
 

@@ -15,6 +15,7 @@ import torch
 from sglang.kernels.ops.attention import verify_mask_bits, verify_splitkv_gqa
 from sglang.kernels.ops.speculative.flashmap import (
     accepted_kv,
+    accepted_rows,
     adaln,
     block_attention,
     context_kv,
@@ -137,6 +138,8 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         links = (plan.tokens, plan.first_child, plan.next_sibling)
         path, *_ = tree_walk.walk_tree_triton(*links, chosen, longs, depth=slots + 1)
         greedy.accept_chain_triton(plan.tokens, chosen, longs)
+    hidden = torch.zeros(plan.tokens.numel(), DIM, dtype=dtype)
+    accepted_rows.accepted_rows_triton(hidden, path, plan.tokens, plan.tokens)
     for pool_dtype in pool_dtypes:
         pool = torch.zeros(9, KV_HEADS, HEAD_DIM).to(pool_dtype)
         accepted_kv.move_accepted_triton([pool], plan.tokens, path)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sglang.kernels.ops.speculative.flashmap import (
     accepted_kv,
+    accepted_rows,
     adaln,
     block_attention,
     context_kv,
@@ -31,7 +32,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 28
+    assert len(OPS) == 29
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -133,6 +134,8 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                 assert (
                     accepted_kv.move_accepted(pool, new(rows, 9, dtype=torch.int64), path) is None
                 )
+                committed_rows = accepted_rows.accepted_rows(new(rows * 9, dim), path, nodes, nodes)
+                assert [x.shape[0] for x in committed_rows] == [rows * 5, rows, rows]
                 mask = new(rows, 9, 9, dtype=torch.bool)
                 assert full_mask.write_full_mask(mask, longs, new(99, dtype=torch.bool)) is None
                 ints = new(9, dtype=torch.int32)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from sglang.kernels.ops.speculative.flashmap.accepted_kv import move_accepted
+from sglang.kernels.ops.speculative.flashmap.accepted_rows import accepted_rows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.speculative.dspark_components.dspark_kv_inject import TargetHiddenKvInjector
 from sglang.srt.speculative.dspark_components.dspark_planner import VerifyWindow
@@ -60,16 +61,12 @@ class Committer:
         positions = window.positions_2d
         if (path := accepted.path) is not None:
             self._move_kv(window.verify_cache_loc_2d, path)
-            depth = path.shape[1]
-            rows = path.clamp_min(0) + first_rows(batch, width, path.device)[:, None]
-            hidden = hidden.index_select(0, rows.view(-1))
-            cache_loc = cache_loc[:, :depth].contiguous()
-            positions = positions[:, :depth]
+            hidden, cache_loc, positions = accepted_rows(hidden, path, cache_loc, positions)
         self._injector.inject_target_hidden(
             target_hidden=hidden,
             cache_loc=cache_loc.view(-1),
             cache_loc_2d=cache_loc,
-            positions=positions.reshape(-1),
+            positions=positions.view(-1),
             commit_lens=commit_lens,
         )
 

@@ -89,11 +89,8 @@ class VerifyBlock:
     """None on a server of chains: row ``j`` comes after rows ``0 … j``."""
 
     @classmethod
-    def chain(
-        cls, anchors: torch.Tensor, drafts: torch.Tensor, path: torch.Tensor
-    ) -> "VerifyBlock":
-        """``anchors (B,)``, ``drafts (B, γ)`` and the lower triangle ``path (W, W)``."""
-        tokens = torch.cat([anchors[:, None], drafts], dim=1)
+    def chain(cls, tokens: torch.Tensor, path: torch.Tensor) -> "VerifyBlock":
+        """Anchors and drafts ``tokens (B, W)``, and the lower triangle ``path (W, W)``."""
         return cls(tokens, path.expand(len(tokens), -1, -1), None)
 
     @classmethod

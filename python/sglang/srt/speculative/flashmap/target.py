@@ -84,13 +84,13 @@ class TargetVerifier:
         known = batch.seq_lens_cpu is not None
         batch.seq_lens_cpu = lens_bound + self._width if known else lens_bound
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        forward_batch, _ = verify_input.prepare_for_verify(batch, self._target_worker)
+        # The runner plans attention when it loads the batch, the only time that it does.
+        forward_batch, _ = verify_input.prepare_for_verify(
+            batch, self._target_worker, defer_metadata_init=True
+        )
         batch.seq_lens_cpu, batch.seq_lens_sum = before
         return self._target_worker.forward_batch_generation(
-            batch=None,
-            forward_batch=forward_batch,
-            is_verify=True,
-            skip_attn_backend_init=True,
+            batch=None, forward_batch=forward_batch, is_verify=True
         )
 
     def _verify_input(

@@ -367,19 +367,24 @@ class FlashMapWorker(BaseSpecWorker):
             batch.seq_lens_cpu if batch.seq_lens_cpu is not None else draft_input.nxt_kv_lens_cpu
         )
         penalties = Penalties.of(batch, lens_bound)
+        size = prefix_lens.shape[0]
+        # Rows of a chain; of those of a tree only the anchor's is known here.
+        tokens = bonus.new_empty(size, 1 if self.serve.trees else width)
         window = alloc_verify_window(
             batch=batch,
-            bs=prefix_lens.shape[0],
+            bs=size,
             device=self.device,
             verify_num_draft_tokens=width,
             block_pos_offsets=self._position_offsets,
             model_runner=self.model_runner,
             seq_lens_cpu=lens_bound,
+            bonus=bonus,
+            anchor_ids=tokens,
         )
 
         rules = StepRules.of(batch, self.serve)
         draft = self._drafter.draft(self._draft_inputs(batch, bonus, rules))
-        block = self._block(bonus, draft)
+        block = self._block(tokens, draft)
         # The copy to the host must start before the target's forward.
         grammar_tree = block.grammar_tree() if batch.has_grammar else None
 
@@ -411,10 +416,12 @@ class FlashMapWorker(BaseSpecWorker):
             new_seq_lens=end.seq_lens,
         )
 
-    def _block(self, bonus: torch.Tensor, draft: DraftBlock) -> VerifyBlock:
+    def _block(self, tokens: torch.Tensor, draft: DraftBlock) -> VerifyBlock:
+        """What is verified; ``tokens (B, W)`` of chains hold the anchors already."""
         if draft.tree is not None:
             return VerifyBlock.of_tree(draft.tree)
-        return VerifyBlock.chain(bonus, draft.tokens[:, : self.serve.num_drafts], self._chain_path)
+        tokens[:, 1:].copy_(draft.tokens[:, : self.serve.num_drafts])
+        return VerifyBlock.chain(tokens, self._chain_path)
 
     def _compute_logprobs(
         self, batch: "ScheduleBatch", output: "LogitsProcessorOutput", accepted: Accepted

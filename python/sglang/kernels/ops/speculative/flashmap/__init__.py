@@ -42,6 +42,7 @@ _OPS = (
     ("full_mask", "write_full_mask"),
     ("tree_suffix", "write_tree_suffix"),
     ("accepted_kv", "move_accepted"),
+    ("accepted_rows", "accepted_rows"),
 )
 for _module, _name in _OPS:
     for _backend, _capabilities in (
