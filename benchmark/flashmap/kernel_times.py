@@ -250,7 +250,7 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
         "accept_chain",
         size(*args_accept, *accept_chain(*args_accept)),
         lambda: accept_chain(*args_accept),
-        lambda: accept_chain_torch(*args_accept),
+        lambda: accept_chain_torch(*args_accept, []),
     )
     anchors = torch.zeros(batch, dtype=torch.int64, device="cuda")
     chain = torch.zeros(batch, dtype=torch.bool, device="cuda")
@@ -291,7 +291,7 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
             f"walk_tree W={width}",
             size(*args_walk[:4]),
             lambda args=args_walk: walk_tree(*args),
-            lambda args=args_walk: walk_tree_torch(*args),
+            lambda args=args_walk: walk_tree_torch(*args, []),
             reference_is_capturable=False,
         )
         cells = batch * width * (context + width)

@@ -134,10 +134,10 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         tree_growth.grow_tree_triton(longs[:1], tokens, probs, longs[None], longs[:1] > 0, grown)
     greedy.argmax_keys_triton(logits[0, 0])
     keys = plan.tokens[..., None].expand(-1, -1, 38).contiguous()
-    for chosen in (plan.tokens, keys):
+    for chosen, relay in ((plan.tokens, []), (keys, [longs] * 3)):
         links = (plan.tokens, plan.first_child, plan.next_sibling)
-        path, *_ = tree_walk.walk_tree_triton(*links, chosen, longs, depth=slots + 1)
-        greedy.accept_chain_triton(plan.tokens, chosen, longs)
+        path, *_ = tree_walk.walk_tree_triton(*links, chosen, longs, slots + 1, relay)
+        greedy.accept_chain_triton(plan.tokens, chosen, longs, relay)
     hidden = torch.zeros(plan.tokens.numel(), DIM, dtype=dtype)
     accepted_rows.accepted_rows_triton(hidden, path, plan.tokens, plan.tokens)
     for pool_dtype in pool_dtypes:

@@ -82,12 +82,28 @@ def test_accept_chain_is_a_loop_over_drafts(width: int, splits: int, launch: Cal
     assert torch.equal(results[0], tokens)
     assert results[1].max() == width - 1 and results[1].min() == 0
     for actual, reference in zip(
-        launch("greedy.accept_chain", block, chosen, lens), results, strict=True
+        launch("greedy.accept_chain", block, chosen, lens, []), results, strict=True
     ):
         assert actual.dtype == reference.dtype and torch.equal(actual, reference)
+
+
+def test_the_next_steps_tables_are_written(launch_and_args: Callable) -> None:
+    """Of the batch's rows, and of no others."""
+    block, tokens = torch.randint(2, (2, 5, 4))
+    tables = torch.full((2, 9), -1)
+    rows = torch.tensor([8, 3, 0, 5, 6])
+    args = block, tokens, torch.arange(5) + 100
+    _, _, bonus, _, new_lens = accept_chain(*args, relay=[rows, *tables])
+    expected = torch.full((2, 9), -1)
+    expected[0, rows], expected[1, rows] = new_lens, bonus
+    assert torch.equal(tables, expected)
+    _, after = launch_and_args(
+        "greedy.accept_chain", *args, [rows, *torch.full((2, 9), -1).unbind()]
+    )
+    assert torch.equal(torch.stack(list(after[3][1:])), expected)
 
 
 def test_nothing_to_accept(launch: Callable) -> None:
     none, lens = torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     assert launch("greedy.argmax_keys", torch.zeros(0, 9)).shape[0] == 0
-    assert [len(x) for x in launch("greedy.accept_chain", none, none, lens)] == [0] * 5
+    assert [len(x) for x in launch("greedy.accept_chain", none, none, lens, [])] == [0] * 5

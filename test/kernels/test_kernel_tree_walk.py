@@ -52,13 +52,13 @@ def test_walk_is_the_walk_over_parents(shape: tuple, launch: Callable) -> None:
     assert torch.equal(new_lens, args[4] + commit_lens)
     assert num_correct.float().mean() > 0.5
     few = [x[:40] if isinstance(x, torch.Tensor) else x for x in args]
-    for actual, reference in zip(launch("tree_walk.walk_tree", *few), results, strict=True):
+    for actual, reference in zip(launch("tree_walk.walk_tree", *few, []), results, strict=True):
         assert actual.dtype == reference.dtype and torch.equal(actual, reference[:40])
     # The same choices, as keys of three splits.
     keys = torch.full((40, shape[2], 3), -1)
     keys[..., 1] = 2**31 - 1 - chosen[:40]
     few[3] = keys
-    for walk in (walk_tree(*few), launch("tree_walk.walk_tree", *few)):
+    for walk in (walk_tree(*few), launch("tree_walk.walk_tree", *few, [])):
         assert all(torch.equal(x, y[:40]) for x, y in zip(walk, results, strict=True))
 
 
@@ -66,7 +66,7 @@ def test_a_whole_block_is_accepted(launch: Callable) -> None:
     plans, _ = make(SHAPES["chain"], rows=1)
     chosen = plans.tokens.roll(-1, dims=1)
     args = walk_args(plans, chosen, 6)
-    for path, num_correct, *_ in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
+    for path, num_correct, *_ in (walk_tree(*args), launch("tree_walk.walk_tree", *args, [])):
         assert path.tolist() == [[0, 1, 2, 3, 4, 5]] and num_correct.tolist() == [5]
 
 
@@ -74,7 +74,7 @@ def test_padding_is_not_reached(launch: Callable) -> None:
     """Padding holds token 0, and here the target chooses nothing else."""
     plans, chosen = make(SHAPES["padded"], rows=6)
     args = walk_args(plans, chosen * 0, 4)
-    for path, num_correct, *_ in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
+    for path, num_correct, *_ in (walk_tree(*args), launch("tree_walk.walk_tree", *args, [])):
         assert path.tolist() == [[0, -1, -1, -1]] * 6 and not num_correct.any()
 
 
@@ -82,8 +82,21 @@ def test_a_path_ends_at_depth(launch: Callable) -> None:
     plans, _ = make(SHAPES["chain"], rows=2)
     chosen = plans.tokens.roll(-1, dims=1)
     args = walk_args(plans, chosen, 3)
-    for path, num_correct, *_ in (walk_tree(*args), launch("tree_walk.walk_tree", *args)):
+    for path, num_correct, *_ in (walk_tree(*args), launch("tree_walk.walk_tree", *args, [])):
         assert path.tolist() == [[0, 1, 2]] * 2 and num_correct.tolist() == [2, 2]
+
+
+def test_the_next_steps_tables_are_written(launch_and_args: Callable) -> None:
+    plans, chosen = make(SHAPES["usual"], rows=3)
+    rows, tables = torch.tensor([4, 0, 2]), torch.full((2, 6), -1)
+    args = walk_args(plans, chosen, 17)
+    *_, bonus, _, new_lens = walk_tree(*args, relay=[rows, *tables])
+    expected = torch.full((2, 6), -1)
+    expected[0, rows], expected[1, rows] = new_lens, bonus
+    assert torch.equal(tables, expected)
+    fresh = torch.full((2, 6), -1).unbind()
+    _, after = launch_and_args("tree_walk.walk_tree", *args, [rows, *fresh])
+    assert torch.equal(torch.stack(list(after[6][1:])), expected)
 
 
 def test_empty_batch(launch: Callable) -> None:
@@ -91,6 +104,6 @@ def test_empty_batch(launch: Callable) -> None:
     args = (none, none, none, none, none[:, 0], 4)
     for path, num_correct, committed, *_ in (
         walk_tree(*args),
-        launch("tree_walk.walk_tree", *args),
+        launch("tree_walk.walk_tree", *args, []),
     ):
         assert path.shape == committed.shape == (0, 4) and num_correct.shape == (0,)

@@ -59,19 +59,24 @@ class Acceptor:
         draft: DraftBlock,
         block: VerifyBlock,
         logits: torch.Tensor,
+        relay: list[torch.Tensor] | None = None,
     ) -> Accepted:
-        """The outcome for ``logits (B · W, V)``, adjusted, of the rows of ``block``."""
+        """The outcome for ``logits (B · W, V)``, adjusted, of the rows of ``block``.
+
+        It is written to ``relay``, as of ``accept_chain``, too where that takes no launch.
+        """
         lens = batch.seq_lens.to(torch.int64)
         if self._simulated_length > 0:
             return self._simulate(block, logits, lens)
         rejected = self._reject(batch, draft, logits) if rules.rejection else None
         if rejected is not None and not (rules.greedy or rules.match):
             return rejected
+        relay = relay if rejected is None else None
         if block.tree is None:
-            walked = accept_greedy(block.tokens, self._argmax(logits), lens)
+            walked = accept_greedy(block.tokens, self._argmax(logits), lens, relay)
         else:
             chosen = self._choose(batch, rules, block, logits)
-            walked = accept_walk(block.tree, chosen, lens, self._serve.num_drafts)
+            walked = accept_walk(block.tree, chosen, lens, self._serve.num_drafts, relay)
         if rejected is None:
             return walked
         return merge_accepted(walked, rejected, rules.rejected)

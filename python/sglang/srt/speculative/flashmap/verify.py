@@ -73,6 +73,8 @@ class StepEnd:
     """Committed positions, the anchor's included, ``(B,)`` int32."""
     seq_lens: torch.Tensor
     """Committed positions in all ``(B,)`` int64: the next anchor's position."""
+    relayed: bool = False
+    """Whether the next step's tables have it already."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,12 @@ class Accepted:
         return Accepted(self.num_correct, self.tokens, path)
 
 
-def accept_greedy(block: torch.Tensor, chosen: torch.Tensor, seq_lens: torch.Tensor) -> Accepted:
+def accept_greedy(
+    block: torch.Tensor,
+    chosen: torch.Tensor,
+    seq_lens: torch.Tensor,
+    relay: list[torch.Tensor] | None = None,
+) -> Accepted:
     """The greedy rule on chains.
 
     Args:
@@ -132,21 +139,26 @@ def accept_greedy(block: torch.Tensor, chosen: torch.Tensor, seq_lens: torch.Ten
         chosen: the target's argmax after each row: keys ``(B, W, S)`` of ``argmax_keys``, or tokens
             ``(B, W)``.
         seq_lens: the anchors' positions ``(B,)`` int64.
+        relay: as of ``accept_chain``, for an outcome that is final.
     """
-    tokens, num_correct, *end = accept_chain(block, chosen, seq_lens)
+    tokens, num_correct, *end = accept_chain(block, chosen, seq_lens, relay)
     # Up to the first mismatch the argmax is the draft.
-    return Accepted(num_correct, tokens, known_end=StepEnd(*end))
+    return Accepted(num_correct, tokens, known_end=StepEnd(*end, relay is not None))
 
 
 def accept_walk(
-    tree: TreePlan, chosen: torch.Tensor, seq_lens: torch.Tensor, num_drafts: int
+    tree: TreePlan,
+    chosen: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_drafts: int,
+    relay: list[torch.Tensor] | None = None,
 ) -> Accepted:
-    """The walk along ``chosen``, the target's token after each node (as in ``accept_greedy``),
-    ``γ`` drafts at most."""
+    """The walk along ``chosen``, the target's token after each node, ``γ`` drafts at most; for the
+    other arguments see ``accept_greedy``."""
     path, num_correct, tokens, *end = walk_tree(
-        tree.tokens, tree.first_child, tree.next_sibling, chosen, seq_lens, num_drafts + 1
+        tree.tokens, tree.first_child, tree.next_sibling, chosen, seq_lens, num_drafts + 1, relay
     )
-    return Accepted(num_correct, tokens, path, StepEnd(*end))
+    return Accepted(num_correct, tokens, path, StepEnd(*end, relay is not None))
 
 
 def draw_nodes(

@@ -23,6 +23,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.packed_linear import pack_model
 from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.managers.overlap_utils import FutureRelayBuffers, offer_future_relay_buffers
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.cuda_graph_config import Backend
@@ -239,6 +240,10 @@ class FlashMapWorker(BaseSpecWorker):
             verify_num_draft_tokens=self.serve.verify_width,
             block_pos_offsets=self._position_offsets,
         )
+        self._relay = FutureRelayBuffers(
+            req_pool_size=self._req_to_token.shape[0], device=self.device
+        )
+        offer_future_relay_buffers(self._relay)
         self._verifier = TargetVerifier(self.target_worker, self.serve.verify_width)
         self._narrow_logits_bytes = 0
         if self._captures_graphs():
@@ -394,7 +399,11 @@ class FlashMapWorker(BaseSpecWorker):
             output.next_token_logits = self._verifier.wide_logits(output.next_token_logits)
         logits = output.next_token_logits
         self._adjust(batch, logits, block, penalties, grammar_tree, grammar_barrier)
-        accepted = self._acceptor.accept(batch, rules, draft, block, logits)
+        relay = None
+        if on_publish is not None and self._relay.adopted:
+            rows = batch.req_pool_indices.to(torch.int64)
+            relay = [rows, self._relay.new_seq_lens, self._relay.output_tokens]
+        accepted = self._acceptor.accept(batch, rules, draft, block, logits, relay)
         if block.tree is not None:
             self._statistics.launch(block.tree, rules, list(batch.reqs))
         self._record(penalties, prefix_lens, accepted.tokens, after=1)
@@ -403,6 +412,10 @@ class FlashMapWorker(BaseSpecWorker):
             self._compute_logprobs(batch, output, accepted)
         self._committer.commit(window, output.hidden_states, accepted, end.commit_lens)
         output.hidden_states = None
+        next_input = make_draft_input_v2(bonus_tokens=end.bonus, new_seq_lens=end.seq_lens)
+        if end.relayed:  # what is published and stashed next need not be written again
+            self._relay.published_seq_lens = end.seq_lens
+            self._relay.published_bonus = next_input.bonus_tokens
         if on_publish is not None:
             on_publish(end.seq_lens)
         return GenerationBatchResult(
@@ -410,7 +423,7 @@ class FlashMapWorker(BaseSpecWorker):
             next_token_ids=accepted.tokens.reshape(-1),
             accept_lens=end.commit_lens,
             can_run_cuda_graph=verified.can_run_cuda_graph,
-            next_draft_input=make_draft_input_v2(bonus_tokens=end.bonus, new_seq_lens=end.seq_lens),
+            next_draft_input=next_input,
             speculative_num_draft_tokens=width,
             speculative_output_stride=accepted.tokens.shape[1],
             new_seq_lens=end.seq_lens,

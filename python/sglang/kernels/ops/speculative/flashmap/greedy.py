@@ -18,7 +18,7 @@ the token after them, and the request's new length.
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import List, Optional, Tuple
 
 import torch
 import triton
@@ -45,6 +45,14 @@ def key_tokens(keys: torch.Tensor) -> torch.Tensor:
 def chosen_tokens(chosen: torch.Tensor) -> torch.Tensor:
     """``chosen (B, W)`` tokens as they are, keys ``(B, W, S)`` as tokens."""
     return chosen if chosen.dim() == 2 else key_tokens(chosen)
+
+
+def relay_torch(relay: List[torch.Tensor], new_lens: torch.Tensor, bonus: torch.Tensor) -> None:
+    """Write to ``relay`` as :func:`accept_chain` says."""
+    if relay:
+        rows, lens_table, token_table = relay
+        lens_table[rows] = new_lens
+        token_table[rows] = bonus
 
 
 def argmax_keys_torch(logits: torch.Tensor) -> torch.Tensor:
@@ -143,14 +151,44 @@ def argmax_keys(logits: torch.Tensor) -> torch.Tensor:
 
 
 def accept_chain_torch(
-    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor
+    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor, relay: List[torch.Tensor]
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reference of :func:`accept_chain`."""
     tokens = chosen_tokens(chosen)
     matches = block[:, 1:] == tokens[:, :-1]
     num_correct = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
     bonus = tokens.gather(1, num_correct[:, None])[:, 0]
-    return tokens, num_correct, bonus, (num_correct + 1).int(), lens + num_correct + 1
+    new_lens = lens + num_correct + 1
+    relay_torch(relay, new_lens, bonus)
+    return tokens, num_correct, bonus, (num_correct + 1).int(), new_lens
+
+
+@triton.jit
+def end_step(
+    request,
+    num_correct,
+    bonus,
+    lens_ptr,
+    rows_ptr,
+    lens_table_ptr,
+    token_table_ptr,
+    num_correct_ptr,
+    bonus_ptr,
+    commit_lens_ptr,
+    new_lens_ptr,
+    HAS_RELAY: tl.constexpr,
+):
+    """Store what follows from ``num_correct`` and ``bonus`` of a request."""
+    commit_len = num_correct + 1
+    new_len = tl.load(lens_ptr + request) + commit_len
+    tl.store(num_correct_ptr + request, num_correct)
+    tl.store(bonus_ptr + request, bonus)
+    tl.store(commit_lens_ptr + request, commit_len)
+    tl.store(new_lens_ptr + request, new_len)
+    if HAS_RELAY:
+        row = tl.load(rows_ptr + request)
+        tl.store(lens_table_ptr + row, new_len)
+        tl.store(token_table_ptr + row, bonus)
 
 
 @triton.jit
@@ -158,11 +196,15 @@ def _accept_chain_kernel(
     block_ptr,
     chosen_ptr,
     lens_ptr,
+    rows_ptr,
+    lens_table_ptr,
+    token_table_ptr,
     tokens_ptr,
     num_correct_ptr,
     bonus_ptr,
     commit_lens_ptr,
     new_lens_ptr,
+    HAS_RELAY: tl.constexpr,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -187,28 +229,50 @@ def _accept_chain_kernel(
     num_correct = tl.min(tl.where(row < WIDTH, missed, WIDTH - 1), 0)
     bonus = tl.sum(tl.where(row == num_correct, token, 0), 0)
     tl.store(tokens_ptr + cell, token, mask=row < WIDTH)
-    tl.store(num_correct_ptr + request, num_correct.to(tl.int64))
-    tl.store(bonus_ptr + request, bonus)
-    tl.store(commit_lens_ptr + request, num_correct + 1)
-    tl.store(new_lens_ptr + request, tl.load(lens_ptr + request) + num_correct + 1)
+    end_step(
+        request,
+        num_correct,
+        bonus,
+        lens_ptr,
+        rows_ptr,
+        lens_table_ptr,
+        token_table_ptr,
+        num_correct_ptr,
+        bonus_ptr,
+        commit_lens_ptr,
+        new_lens_ptr,
+        HAS_RELAY,
+    )
+
+
+def check_relay(relay: List[torch.Tensor], batch: int) -> None:
+    """What the kernels assume of ``relay``."""
+    if relay:
+        rows, lens_table, token_table = relay
+        assert rows.shape == (batch,) and lens_table.shape == token_table.shape
+        for x in relay:
+            assert x.dtype == torch.int64 and x.is_contiguous()
 
 
 def accept_chain_triton(
-    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor
+    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor, relay: List[torch.Tensor]
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launcher of :func:`accept_chain`."""
     batch, width = block.shape
     assert chosen.shape[:2] == (batch, width) and lens.shape == (batch,)
     for x in (block, chosen, lens):
         assert x.dtype == torch.int64 and x.is_contiguous()
-    outputs = _fake_accept_chain(block, chosen, lens)
+    check_relay(relay, batch)
+    outputs = _fake_accept_chain(block, chosen, lens, relay)
     splits = chosen.shape[2] if chosen.dim() == 3 else 0
     if batch:
         _accept_chain_kernel[(batch,)](
             block,
             chosen,
             lens,
+            *(relay or (lens, lens, lens)),
             *outputs,
+            HAS_RELAY=bool(relay),
             SPLITS=splits,
             WIDTH=width,
             BLOCK_SPLITS=triton.next_power_of_2(max(splits, 1)),
@@ -219,7 +283,7 @@ def accept_chain_triton(
 
 
 def _fake_accept_chain(
-    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor
+    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor, relay: List[torch.Tensor]
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_correct, bonus, new_lens = (torch.empty_like(lens) for _ in range(3))
     commit_lens = torch.empty_like(lens, dtype=torch.int32)
@@ -229,13 +293,16 @@ def _fake_accept_chain(
 _accept_chain_op = register_custom_op(
     accept_chain_triton,
     op_name="flashmap_accept_chain",
-    mutates_args=[],
+    mutates_args=["relay"],
     fake_impl=_fake_accept_chain,
 )
 
 
 def accept_chain(
-    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor
+    block: torch.Tensor,
+    chosen: torch.Tensor,
+    lens: torch.Tensor,
+    relay: Optional[List[torch.Tensor]] = None,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The longest prefix of each chain of drafts that the target chose as well.
 
@@ -244,10 +311,13 @@ def accept_chain(
         chosen: the target's token after each row: keys ``(B, W, S)`` of :func:`argmax_keys`, or
             tokens ``(B, W)``, int64.
         lens: committed tokens before the anchors ``(B,)`` int64.
+        relay: where the next step finds its anchors: the requests' rows ``(B,)`` of a table of
+            lengths and of one of tokens ``(R,)``, all int64, both of which are written; or None.
 
     Returns:
         The target's tokens ``(B, W)`` int64, kept drafts ``(B,)`` int64, the token after them
         ``(B,)`` int64, how many tokens are committed, the anchor included, ``(B,)`` int32, and
         the lengths then ``(B,)`` int64.
     """
-    return (_accept_chain_op if block.is_cuda else accept_chain_torch)(block, chosen, lens)
+    implementation = _accept_chain_op if block.is_cuda else accept_chain_torch
+    return implementation(block, chosen, lens, relay or [])

@@ -13,12 +13,17 @@ once at most, so the time is that of as many dependent loads, of rows that stay 
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import List, Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
-from sglang.kernels.ops.speculative.flashmap.greedy import chosen_tokens
+from sglang.kernels.ops.speculative.flashmap.greedy import (
+    check_relay,
+    chosen_tokens,
+    end_step,
+    relay_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.launch import (
     launch_options,
     wait_for_inputs,
@@ -37,6 +42,7 @@ def walk_tree_torch(
     chosen: torch.Tensor,
     lens: torch.Tensor,
     depth: int,
+    relay: List[torch.Tensor],
 ) -> WalkOutputs:
     """Reference of :func:`walk_tree`."""
 
@@ -57,8 +63,9 @@ def walk_tree_torch(
     num_correct = (path > 0).sum(dim=1)
     committed = at(chosen, path) * (path >= 0)
     bonus = committed.gather(1, num_correct[:, None])[:, 0]
-    commit_lens = (num_correct + 1).int()
-    return path.int(), num_correct, committed, bonus, commit_lens, lens + commit_lens
+    new_lens = lens + num_correct + 1
+    relay_torch(relay, new_lens, bonus)
+    return path.int(), num_correct, committed, bonus, (num_correct + 1).int(), new_lens
 
 
 @triton.jit
@@ -81,6 +88,9 @@ def _walk_tree_kernel(
     next_sibling_ptr,
     chosen_ptr,
     lens_ptr,
+    rows_ptr,
+    lens_table_ptr,
+    token_table_ptr,
     path_ptr,
     num_correct_ptr,
     committed_ptr,
@@ -89,6 +99,7 @@ def _walk_tree_kernel(
     new_lens_ptr,
     width,
     chosen_stride,
+    HAS_RELAY: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -120,11 +131,21 @@ def _walk_tree_kernel(
         else:
             child = sibling
     tl.store(path_ptr + request * DEPTH + position, path, mask=position < DEPTH)
-    tl.store(num_correct_ptr + request, num_correct)
     tl.store(committed_ptr + request * DEPTH + position, committed, mask=position < DEPTH)
-    tl.store(bonus_ptr + request, chosen)
-    tl.store(commit_lens_ptr + request, (num_correct + 1).to(tl.int32))
-    tl.store(new_lens_ptr + request, tl.load(lens_ptr + request) + num_correct + 1)
+    end_step(
+        request,
+        num_correct,
+        chosen,
+        lens_ptr,
+        rows_ptr,
+        lens_table_ptr,
+        token_table_ptr,
+        num_correct_ptr,
+        bonus_ptr,
+        commit_lens_ptr,
+        new_lens_ptr,
+        HAS_RELAY,
+    )
 
 
 def walk_tree_triton(
@@ -134,13 +155,15 @@ def walk_tree_triton(
     chosen: torch.Tensor,
     lens: torch.Tensor,
     depth: int,
+    relay: List[torch.Tensor],
 ) -> WalkOutputs:
     """Launcher of :func:`walk_tree`."""
     batch, width = tokens.shape
     for x in (tokens, first_child, next_sibling, chosen):
         assert x.shape[:2] == (batch, width) and x.dtype == torch.int64 and x.is_contiguous()
     assert lens.shape == (batch,) and lens.dtype == torch.int64 and lens.is_contiguous()
-    outputs = _fake_walk_tree(tokens, first_child, next_sibling, chosen, lens, depth)
+    check_relay(relay, batch)
+    outputs = _fake_walk_tree(tokens, first_child, next_sibling, chosen, lens, depth, relay)
     splits = chosen.shape[2] if chosen.dim() == 3 else 0
     if batch:
         _walk_tree_kernel[(batch,)](
@@ -149,9 +172,11 @@ def walk_tree_triton(
             next_sibling,
             chosen,
             lens,
+            *(relay or (lens, lens, lens)),
             *outputs,
             width,
             chosen.stride(0),
+            HAS_RELAY=bool(relay),
             SPLITS=splits,
             BLOCK_SPLITS=triton.next_power_of_2(max(splits, 1)),
             DEPTH=depth,
@@ -169,6 +194,7 @@ def _fake_walk_tree(
     chosen: torch.Tensor,
     lens: torch.Tensor,
     depth: int,
+    relay: List[torch.Tensor],
 ) -> WalkOutputs:
     batch, device = tokens.shape[0], tokens.device
     path = torch.empty((batch, depth), dtype=torch.int32, device=device)
@@ -181,7 +207,7 @@ def _fake_walk_tree(
 _walk_tree_op = register_custom_op(
     walk_tree_triton,
     op_name="flashmap_walk_tree",
-    mutates_args=[],
+    mutates_args=["relay"],
     fake_impl=_fake_walk_tree,
 )
 
@@ -193,6 +219,7 @@ def walk_tree(
     chosen: torch.Tensor,
     lens: torch.Tensor,
     depth: int,
+    relay: Optional[List[torch.Tensor]] = None,
 ) -> WalkOutputs:
     """The path from each root along ``chosen``; no step waits for the device.
 
@@ -203,6 +230,7 @@ def walk_tree(
             of ``argmax_keys``; padding's are not read.
         lens: committed tokens before the roots ``(B,)`` int64.
         depth: most nodes on a path, the root included: ``K + 1`` for trees of ``K`` drafts.
+        relay: as of ``accept_chain``.
 
     Returns:
         ``path (B, depth)`` int32, node indices from the root on, -1 after the end;
@@ -212,4 +240,4 @@ def walk_tree(
         committed, the root included, ``(B,)`` int32; and the lengths then ``(B,)`` int64.
     """
     implementation = _walk_tree_op if tokens.is_cuda else walk_tree_torch
-    return implementation(tokens, first_child, next_sibling, chosen, lens, depth)
+    return implementation(tokens, first_child, next_sibling, chosen, lens, depth, relay or [])
