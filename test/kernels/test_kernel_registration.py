@@ -154,5 +154,5 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     context_kv.write_context_kv(kv, weights, table, longs, pool, pool, 1e-6) is None
                 )
             assert all(out.device.type == device for out in outputs)
-            results[device] = [(out.shape, out.dtype) for out in outputs[:41]]
+            results[device] = [(out.shape, out.dtype) for out in outputs[:37]]
     assert results["cuda"] == results["cpu"]

@@ -135,7 +135,7 @@ def test_every_plan_is_a_tree_of_top_prefixes(case: tuple[list[list[int]], int])
     blocks, width = case
     plans = plan_tree(torch.tensor([9]), torch.tensor([blocks]), width, torch.tensor([False]))
     row = {field.name: getattr(plans, field.name)[0].tolist() for field in fields(TreePlan)}
-    parents, tokens, size = row["parents"], row["tokens"], row["num_nodes"]
+    parents, tokens, size = row["parents"], row["tokens"], row["counts"][0]
     trie = tree_oracle.Trie.of(blocks)
 
     assert all(0 <= parent < i for i, parent in enumerate(parents[1:size], start=1))

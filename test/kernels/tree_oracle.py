@@ -61,6 +61,7 @@ def plan(
     later = [
         [j for j in range(i + 1, len(nodes)) if parents[j] == parents[i]] for i in range(width)
     ]
+    distinct = sum(len(prefix) == len(candidates[0]) for prefix in trie.votes)
     return {
         "tokens": [anchor, *(prefix[-1] for prefix in nodes[1:])] + [0] * padding,
         "parents": parents,
@@ -77,9 +78,7 @@ def plan(
         "next_sibling": [
             siblings[0] if siblings and parents[i] >= 0 else -1 for i, siblings in enumerate(later)
         ],
-        "num_nodes": len(nodes),
-        "trie_nodes": len(trie.votes),
-        "distinct": sum(len(prefix) == len(candidates[0]) for prefix in trie.votes),
+        "counts": [len(nodes), len(trie.votes), distinct],
     }
 
 

@@ -69,7 +69,7 @@ class TreeStatistics:
     def launch(self, tree: TreePlan, rules: StepRules, reqs: list["Req"]) -> None:
         """Start the copy of the counts of a step of ``reqs``; every call is followed by one of
         ``collect``."""
-        counts = torch.stack([tree.num_nodes, tree.trie_nodes, tree.distinct])
+        counts = tree.counts
         host = torch.empty(
             counts.shape, dtype=counts.dtype, pin_memory=is_pin_memory_available(counts.device)
         )
@@ -81,10 +81,10 @@ class TreeStatistics:
             return
         counts, rules, reqs = self._pending.popleft()
         counts = counts.tolist()
-        totals = dict(zip(_COUNTS, map(sum, counts), strict=True))
+        totals = dict(zip(_COUNTS, map(sum, zip(*counts, strict=True)), strict=True))
         by_rule = {rule: getattr(rules, rule) for rule in RULES}
         self._requests += len(reqs)
-        for req, *of_tree in zip(reqs, *counts, strict=True):
+        for req, of_tree in zip(reqs, counts, strict=True):
             # As upstream counts verify steps: overlap scheduling runs one past the end.
             if not (req.is_retracted or req.finished()):
                 if req.spec_tree is None:

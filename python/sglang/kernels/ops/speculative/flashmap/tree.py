@@ -67,12 +67,23 @@ class TreePlan:
     """``(B, W)`` int64; -1 for none."""
     next_sibling: torch.Tensor
     """``(B, W)`` int64; -1 for none."""
-    num_nodes: torch.Tensor
-    """``(B,)`` int32, nodes that are not padding, the root included."""
-    trie_nodes: torch.Tensor
-    """``(B,)`` int32, distinct prefixes before the cut to ``W - 1``."""
-    distinct: torch.Tensor
-    """``(B,)`` int32, distinct candidates."""
+    counts: torch.Tensor
+    """``(B, 3)`` int32: the three below, which go to the host together."""
+
+    @property
+    def num_nodes(self) -> torch.Tensor:
+        """``(B,)`` int32, nodes that are not padding, the root included."""
+        return self.counts[:, 0]
+
+    @property
+    def trie_nodes(self) -> torch.Tensor:
+        """``(B,)`` int32, distinct prefixes before the cut to ``W - 1``."""
+        return self.counts[:, 1]
+
+    @property
+    def distinct(self) -> torch.Tensor:
+        """``(B,)`` int32, distinct candidates."""
+        return self.counts[:, 2]
 
     @classmethod
     def empty(cls, batch: int, width: int, device: torch.device) -> TreePlan:
@@ -88,9 +99,7 @@ class TreePlan:
             mask=new(width, width, dtype=torch.bool),
             first_child=new(width, dtype=torch.int64),
             next_sibling=new(width, dtype=torch.int64),
-            num_nodes=new(),
-            trie_nodes=new(),
-            distinct=new(),
+            counts=new(3),
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -157,6 +166,7 @@ def plan_tree_torch(
     mask[:, 1:, 0] = kept
     mask[:, 0, 0] = True
 
+    counts = (1 + kept.sum(dim=1), real.sum(dim=(1, 2)), real[:, :, -1].sum(dim=1))
     parents = F.pad(parents.masked_fill(~kept, -1), (1, 0), value=-1)
     first_child, next_sibling = tree_links(parents)
     return TreePlan(
@@ -166,9 +176,7 @@ def plan_tree_torch(
         mask=mask,
         first_child=first_child,
         next_sibling=next_sibling,
-        num_nodes=(1 + kept.sum(dim=1)).int(),
-        trie_nodes=real.sum(dim=(1, 2)).int(),
-        distinct=real[:, :, -1].sum(dim=1).int(),
+        counts=torch.stack(counts, dim=1).int(),
     )
 
 
@@ -188,9 +196,7 @@ def _plan_tree_kernel(
     mask_ptr,
     first_child_ptr,
     next_sibling_ptr,
-    num_nodes_ptr,
-    trie_nodes_ptr,
-    distinct_ptr,
+    counts_ptr,
     scores_ptr,
     HAS_SCORES: tl.constexpr,
     N: tl.constexpr,
@@ -298,11 +304,12 @@ def _plan_tree_kernel(
     tl.store(next_sibling_ptr + root, -1)
     tl.store(mask_ptr + root * W, 1)
     tl.store(mask_ptr + root * W + 1 + i, i < 0, mask=inside_plan)
-    tl.store(num_nodes_ptr + request, 1 + tl.sum(kept.to(tl.int32), 0))
+    counts_ptr += 3 * request
+    tl.store(counts_ptr, 1 + tl.sum(kept.to(tl.int32), 0))
     nodes = real.to(tl.int32)
-    tl.store(trie_nodes_ptr + request, tl.sum(tl.sum(nodes, 1), 0))
+    tl.store(counts_ptr + 1, tl.sum(tl.sum(nodes, 1), 0))
     leaves = tl.where((k == K - 1)[None, :], nodes, 0)
-    tl.store(distinct_ptr + request, tl.sum(tl.sum(leaves, 1), 0))
+    tl.store(counts_ptr + 2, tl.sum(tl.sum(leaves, 1), 0))
 
 
 def plan_tree_triton(

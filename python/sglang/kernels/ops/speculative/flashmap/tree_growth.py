@@ -112,9 +112,7 @@ def grow_tree_torch(
         mask=mask,
         first_child=first_child,
         next_sibling=next_sibling,
-        num_nodes=num_nodes.int(),
-        trie_nodes=(num_nodes - 1).int(),
-        distinct=leaves.sum(dim=1).int(),
+        counts=torch.stack((num_nodes, num_nodes - 1, leaves.sum(dim=1)), dim=1).int(),
     )
 
 
@@ -147,9 +145,7 @@ def _grow_tree_kernel(
     mask_ptr,
     first_child_ptr,
     next_sibling_ptr,
-    num_nodes_ptr,
-    trie_nodes_ptr,
-    distinct_ptr,
+    counts_ptr,
     K: tl.constexpr,
     U: tl.constexpr,
     N: tl.constexpr,
@@ -244,9 +240,10 @@ def _grow_tree_kernel(
     tl.store(next_sibling_ptr + node, next_sibling, mask=inside)
     attended = mask_ptr + node[:, None] * W + i[None, :]
     tl.store(attended, attends, mask=inside[:, None] & inside[None, :])
-    tl.store(num_nodes_ptr + request, size)
-    tl.store(trie_nodes_ptr + request, size - 1)
-    tl.store(distinct_ptr + request, tl.sum(leaves.to(tl.int32), 0))
+    counts_ptr += 3 * request
+    tl.store(counts_ptr, size)
+    tl.store(counts_ptr + 1, size - 1)
+    tl.store(counts_ptr + 2, tl.sum(leaves.to(tl.int32), 0))
 
 
 def grow_tree_triton(
