@@ -103,6 +103,18 @@ def test_the_next_steps_tables_are_written(launch_and_args: Callable) -> None:
     assert torch.equal(torch.stack(list(after[3][1:])), expected)
 
 
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_simulated_length_replaces_the_rule(length: int, launch: Callable) -> None:
+    block, tokens = torch.randint(2, (2, 5, 4))
+    lens = torch.arange(5) + 100
+    results = accept_chain(block, tokens, lens, simulated=length)
+    _, num_correct, bonus, commit_lens, new_lens = results
+    assert num_correct.tolist() == [length - 1] * 5 and commit_lens.tolist() == [length] * 5
+    assert torch.equal(bonus, tokens[:, length - 1]) and torch.equal(new_lens, lens + length)
+    kernel = launch("greedy.accept_chain", block, tokens, lens, [], length)
+    assert all(torch.equal(x, y) for x, y in zip(kernel, results, strict=True))
+
+
 def test_nothing_to_accept(launch: Callable) -> None:
     none, lens = torch.zeros(0, 5, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     assert launch("greedy.argmax_keys", torch.zeros(0, 9)).shape[0] == 0

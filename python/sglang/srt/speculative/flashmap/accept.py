@@ -6,6 +6,7 @@ outcome of its own; a batch of one rule computes no other.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.target_probs import greedy_rows, target_probs
 from sglang.srt.speculative.flashmap.verify import (
     Accepted,
-    StepEnd,
     accept_greedy,
     accept_rejection,
     accept_walk,
@@ -67,7 +67,7 @@ class Acceptor:
         """
         lens = batch.seq_lens.to(torch.int64)
         if self._simulated_length > 0:
-            return self._simulate(block, logits, lens)
+            return self._simulate(block, logits, lens, relay)
         rejected = self._reject(batch, draft, logits) if rules.rejection else None
         if rejected is not None and not (rules.greedy or rules.match):
             return rejected
@@ -130,25 +130,31 @@ class Acceptor:
         return self._seed_table.seeds[batch.req_pool_indices.to(torch.int64)]
 
     def _simulate(
-        self, block: VerifyBlock, logits: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        block: VerifyBlock,
+        logits: torch.Tensor,
+        seq_lens: torch.Tensor,
+        relay: list[torch.Tensor] | None,
     ) -> Accepted:
-        """An accept length whatever was drafted, at the price of the greedy rule; in trees, of the
-        rows that are furthest from their places, so that all of them are moved."""
-        tokens, depth = block.tokens, self._serve.num_drafts + 1
+        """An accept length whatever was drafted, in the launches of the greedy rule; in trees, of
+        the rows that are furthest from their places, so that all of them are moved."""
+        depth = self._serve.num_drafts + 1
         length = sample_simulated_acc_len(self._simulated_length, SIMULATE_ACC_METHOD, depth)
-        chosen = accept_greedy(tokens, self._argmax(logits), seq_lens).tokens[:, :depth]
-        num_correct, commit_lens, path = _simulated(*tokens.shape, length, depth, tokens.device)
-        end = StepEnd(chosen[:, length - 1], commit_lens, seq_lens + length)
-        return Accepted(num_correct, chosen, None if block.tree is None else path, end)
+        chosen = self._argmax(logits)
+        accepted = accept_greedy(block.tokens, chosen, seq_lens, relay, simulated=length)
+        if block.tree is None:
+            return accepted
+        path = _last_rows(*block.tokens.shape, length, depth, logits.device)
+        return dataclasses.replace(accepted, tokens=accepted.tokens[:, :depth], path=path)
 
 
 @functools.cache
-def _simulated(
+def _last_rows(
     size: int, width: int, length: int, depth: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``num_correct``, ``commit_lens`` and ``path`` of steps of ``length``, kept for good."""
-    commit_lens = torch.full((size,), length, dtype=torch.int32, device=device)
+) -> torch.Tensor:
+    """Paths ``(size, depth)`` int32 of ``length`` that end in the windows' last rows, kept for
+    good."""
     path = torch.full((size, depth), -1, dtype=torch.int32, device=device)
     path[:, 0] = 0
     path[:, 1:length] = torch.arange(width - length + 1, width, device=device)
-    return (commit_lens - 1).to(torch.int64), commit_lens, path
+    return path

@@ -131,6 +131,7 @@ def accept_greedy(
     chosen: torch.Tensor,
     seq_lens: torch.Tensor,
     relay: list[torch.Tensor] | None = None,
+    simulated: int = 0,
 ) -> Accepted:
     """The greedy rule on chains.
 
@@ -139,9 +140,9 @@ def accept_greedy(
         chosen: the target's argmax after each row: keys ``(B, W, S)`` of ``argmax_keys``, or tokens
             ``(B, W)``.
         seq_lens: the anchors' positions ``(B,)`` int64.
-        relay: as of ``accept_chain``, for an outcome that is final.
+        relay, simulated: as of ``accept_chain``; ``relay`` for an outcome that is final.
     """
-    tokens, num_correct, *end = accept_chain(block, chosen, seq_lens, relay)
+    tokens, num_correct, *end = accept_chain(block, chosen, seq_lens, relay, simulated)
     # Up to the first mismatch the argmax is the draft.
     return Accepted(num_correct, tokens, known_end=StepEnd(*end, relay is not None))
 

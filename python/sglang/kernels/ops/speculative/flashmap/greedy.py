@@ -151,12 +151,18 @@ def argmax_keys(logits: torch.Tensor) -> torch.Tensor:
 
 
 def accept_chain_torch(
-    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor, relay: List[torch.Tensor]
+    block: torch.Tensor,
+    chosen: torch.Tensor,
+    lens: torch.Tensor,
+    relay: List[torch.Tensor],
+    simulated: int = 0,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reference of :func:`accept_chain`."""
     tokens = chosen_tokens(chosen)
     matches = block[:, 1:] == tokens[:, :-1]
     num_correct = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
+    if simulated:
+        num_correct = torch.full_like(num_correct, simulated - 1)
     bonus = tokens.gather(1, num_correct[:, None])[:, 0]
     new_lens = lens + num_correct + 1
     relay_torch(relay, new_lens, bonus)
@@ -204,6 +210,7 @@ def _accept_chain_kernel(
     bonus_ptr,
     commit_lens_ptr,
     new_lens_ptr,
+    simulated,
     HAS_RELAY: tl.constexpr,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -227,6 +234,7 @@ def _accept_chain_kernel(
     draft = tl.load(block_ptr + cell + 1, mask=row < WIDTH - 1, other=-1)
     missed = tl.where((row < WIDTH - 1) & (draft == token), WIDTH - 1, row)
     num_correct = tl.min(tl.where(row < WIDTH, missed, WIDTH - 1), 0)
+    num_correct = tl.where(simulated > 0, simulated - 1, num_correct)
     bonus = tl.sum(tl.where(row == num_correct, token, 0), 0)
     tl.store(tokens_ptr + cell, token, mask=row < WIDTH)
     end_step(
@@ -255,7 +263,11 @@ def check_relay(relay: List[torch.Tensor], batch: int) -> None:
 
 
 def accept_chain_triton(
-    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor, relay: List[torch.Tensor]
+    block: torch.Tensor,
+    chosen: torch.Tensor,
+    lens: torch.Tensor,
+    relay: List[torch.Tensor],
+    simulated: int = 0,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launcher of :func:`accept_chain`."""
     batch, width = block.shape
@@ -272,6 +284,7 @@ def accept_chain_triton(
             lens,
             *(relay or (lens, lens, lens)),
             *outputs,
+            simulated,
             HAS_RELAY=bool(relay),
             SPLITS=splits,
             WIDTH=width,
@@ -283,7 +296,11 @@ def accept_chain_triton(
 
 
 def _fake_accept_chain(
-    block: torch.Tensor, chosen: torch.Tensor, lens: torch.Tensor, relay: List[torch.Tensor]
+    block: torch.Tensor,
+    chosen: torch.Tensor,
+    lens: torch.Tensor,
+    relay: List[torch.Tensor],
+    simulated: int = 0,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_correct, bonus, new_lens = (torch.empty_like(lens) for _ in range(3))
     commit_lens = torch.empty_like(lens, dtype=torch.int32)
@@ -303,6 +320,7 @@ def accept_chain(
     chosen: torch.Tensor,
     lens: torch.Tensor,
     relay: Optional[List[torch.Tensor]] = None,
+    simulated: int = 0,
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The longest prefix of each chain of drafts that the target chose as well.
 
@@ -313,6 +331,7 @@ def accept_chain(
         lens: committed tokens before the anchors ``(B,)`` int64.
         relay: where the next step finds its anchors: the requests' rows ``(B,)`` of a table of
             lengths and of one of tokens ``(R,)``, all int64, both of which are written; or None.
+        simulated: an accept length, up to ``W``, that replaces the rule in benchmarks; 0: none.
 
     Returns:
         The target's tokens ``(B, W)`` int64, kept drafts ``(B,)`` int64, the token after them
@@ -320,4 +339,4 @@ def accept_chain(
         the lengths then ``(B,)`` int64.
     """
     implementation = _accept_chain_op if block.is_cuda else accept_chain_torch
-    return implementation(block, chosen, lens, relay or [])
+    return implementation(block, chosen, lens, relay or [], simulated)
