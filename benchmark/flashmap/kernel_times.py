@@ -62,6 +62,10 @@ from sglang.kernels.ops.speculative.flashmap.residual_linear import (
 )
 from sglang.kernels.ops.speculative.flashmap.rope import rope_table, rope_table_torch
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft, sample_draft_torch
+from sglang.kernels.ops.speculative.flashmap.sampling_inputs import (
+    sampling_inputs,
+    sampling_inputs_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
     MAX_ROWS,
     skinny_linear,
@@ -122,6 +126,13 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
         size(*draft_rows(*args_rows)),
         lambda: draft_rows(*args_rows),
         lambda: draft_rows_torch(*args_rows),
+    )
+    args_sampling = (heats, longs.int(), heats, heats, True, True, True, 1.0)
+    yield Row(
+        "sampling_inputs",
+        size(*args_sampling[:4], *sampling_inputs(*args_sampling)),
+        lambda: sampling_inputs(*args_sampling),
+        lambda: sampling_inputs_torch(*args_sampling),
     )
     variances = torch.rand(NOISE_WIDTH, device="cuda")
     args_noise = (positions, positions, variances, variances[:1], EPS, dtype, 2)

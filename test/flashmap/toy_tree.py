@@ -19,7 +19,7 @@ from sglang.kernels.ops.speculative.flashmap.tree import plan_tree
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
-from sglang.srt.speculative.flashmap.draft_sampling import draft_temperatures
+from sglang.srt.speculative.flashmap.draft_sampling import draft_sampling
 from sglang.srt.speculative.flashmap.drafter import DraftBlock
 from sglang.srt.speculative.flashmap.history import TokenHistory
 from sglang.srt.speculative.flashmap.penalties import (
@@ -175,7 +175,7 @@ class ToyServer:
         size = len(text)
         anchors = text.gather(1, done[:, None] - 1)[:, 0]
         logits = self.draft[anchors].repeat(1, self.candidates, 1)
-        temperatures = draft_temperatures(batch.sampling_info, self.draft_temperature)
+        temperatures, _ = draft_sampling(batch.sampling_info, self.draft_temperature)
         # Drafts are not what is under test: any draws from the proposal will do.
         scores = logits / temperatures.view(-1, 1, 1).clamp_min(1e-6)
         scores -= torch.empty_like(scores).exponential_(generator=self._generator).log()

@@ -30,6 +30,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     residual_linear,
     rope,
     sampler,
+    sampling_inputs,
     skinny_linear,
     slot_choices,
     stage_inputs,
@@ -79,6 +80,8 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
     rope_table = rope.rope_table_triton(longs, HEAD_DIM, 10_000.0)
     staged = [longs, longs, longs, torch.zeros(ROWS), ints, torch.zeros(ROWS, 3), longs > 0]
     stage_inputs.stage_inputs_triton(staged, staged)
+    floats = torch.zeros(ROWS)
+    sampling_inputs.sampling_inputs_triton(floats, ints, floats, floats, True, False, True, 0.5)
     x, weight = torch.zeros(ROWS, DIM, dtype=dtype), torch.zeros(DIM, dtype=dtype)
     heads, head_weight = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=dtype), torch.zeros(HEAD_DIM)
     wide = torch.zeros(ROWS, DIM)

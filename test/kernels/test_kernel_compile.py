@@ -23,5 +23,5 @@ def test_kernels_compile(
     )
     assert run.returncode == 0, run.stderr[-4000:]
     shared = {name: int(size) for name, size in (line.split() for line in run.stdout.splitlines())}
-    assert len(shared) == 30
+    assert len(shared) == 31
     assert max(shared.values()) <= SHARED_BYTES[arch, dtype]

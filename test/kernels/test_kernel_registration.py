@@ -19,6 +19,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     residual_linear,
     rope,
     sampler,
+    sampling_inputs,
     slot_choices,
     tree,
     tree_growth,
@@ -32,7 +33,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 29
+    assert len(OPS) == 30
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -59,7 +60,11 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
             x, weight, head_weight = new(rows, dim), new(dim), new(head_dim)
             heads_x = new(rows, heads, head_dim)
             qkv = new(2, rows // 2, (heads + 2 * kv_heads) * head_dim)
+            floats = new(rows, dtype=torch.float32)
             outputs = [
+                *sampling_inputs.sampling_inputs(
+                    *(floats, longs.int(), floats, floats), *(True, False, True, 0.5)
+                ),
                 rope.rope_table(longs, head_dim, 1e4),
                 *draft_rows.draft_rows(
                     *(longs, longs, new(rows, dtype=torch.float32)),
@@ -154,5 +159,5 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     context_kv.write_context_kv(kv, weights, table, longs, pool, pool, 1e-6) is None
                 )
             assert all(out.device.type == device for out in outputs)
-            results[device] = [(out.shape, out.dtype) for out in outputs[:37]]
+            results[device] = [(out.shape, out.dtype) for out in outputs[:39]]
     assert results["cuda"] == results["cpu"]

@@ -50,7 +50,7 @@ class DraftInputs:
     rows: torch.Tensor
     """``req_to_token`` row, int64."""
     temperatures: torch.Tensor
-    """At which drafts are drawn (``draft_temperatures``), float32; 0 drafts the argmax."""
+    """At which drafts are drawn (``draft_sampling``), float32; 0 drafts the argmax."""
     active: torch.Tensor
     """1, or 0 for graph padding, int32."""
     filters: torch.Tensor

@@ -10,9 +10,7 @@ then top-p, and no min-p: another distribution when both are set.)
 from __future__ import annotations
 
 import torch
-
-LEAST_TEMPERATURE = 1e-5
-"""Below it a sampled request is taken at it: logits are divided by temperatures."""
+from sglang.kernels.ops.speculative.flashmap.sampling_inputs import LEAST_TEMPERATURE
 
 
 def greedy_rows(sampling_info) -> torch.Tensor:

@@ -46,7 +46,7 @@ from sglang.srt.speculative.flashmap.accept import Acceptor
 from sglang.srt.speculative.flashmap.attention import select_context_attention
 from sglang.srt.speculative.flashmap.commit import Committer, first_rows
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
-from sglang.srt.speculative.flashmap.draft_sampling import draft_filters, draft_temperatures
+from sglang.srt.speculative.flashmap.draft_sampling import draft_sampling
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.first_token import FirstTokenSampler
 from sglang.srt.speculative.flashmap.history import TokenHistory
@@ -65,7 +65,6 @@ from sglang.srt.speculative.flashmap.target import (
     leave_logits_narrow,
     logit_scale,
 )
-from sglang.srt.speculative.flashmap.target_probs import is_filtered
 from sglang.srt.speculative.flashmap.verify import Accepted
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -532,12 +531,10 @@ class FlashMapWorker(BaseSpecWorker):
         )
         if info is None or info.is_all_greedy:
             return inputs
-        filters = inputs.filters
-        if is_filtered(info):
-            filters = draft_filters(info, size, bonus.device)
+        temperatures, filters = draft_sampling(info, self.serve.draft_temperature)
         return dataclasses.replace(
             inputs,
-            temperatures=draft_temperatures(info, self.serve.draft_temperature),
+            temperatures=temperatures,
             filters=filters,
             chain=rules.chain(size, bonus.device),
         )

@@ -33,6 +33,7 @@ _OPS = (
     ("residual_linear", "add_linear"),
     ("residual_linear", "normed_linear"),
     ("sampler", "sample_draft"),
+    ("sampling_inputs", "sampling_inputs"),
     ("skinny_linear", "skinny_linear"),
     ("slot_choices", "slot_choices"),
     ("stage_inputs", "stage_inputs"),
