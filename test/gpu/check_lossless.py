@@ -88,7 +88,7 @@ def engine_arguments(options, backend: str, target: Path) -> dict:
         attention_backend=backend,
         page_size=options.page_size,
         sampling_backend="pytorch",
-        mem_fraction_static=0.3,
+        mem_fraction_static=0.9,  # of what other engines leave, too; the pool is bounded
         max_total_tokens=32768,
         log_level="warning",
         chunked_prefill_size=256,

@@ -68,7 +68,7 @@ def main() -> None:
             text=True,
         )
         lines = [line for line in run.stdout.splitlines() if line.startswith("=========")]
-        print(f"{tool}: exit {run.returncode}", *lines[-6:], sep="\n", flush=True)
+        print(f"{tool}: exit {run.returncode}", *lines[:8], *lines[-1:], sep="\n", flush=True)
         failed |= run.returncode != 0 or "launched" not in run.stdout
     sys.exit(failed)
 

@@ -30,7 +30,7 @@ def answers(prompts: list[list[int]], options: argparse.Namespace, **arguments: 
         dtype="bfloat16",
         attention_backend=options.attention_backend,
         cuda_graph_bs_decode=[1, 8],
-        mem_fraction_static=0.3,
+        mem_fraction_static=0.9,  # of what other engines leave, too; the pool is bounded
         max_total_tokens=32768,
         log_level="warning",
         chunked_prefill_size=256,

@@ -44,7 +44,7 @@ ACTIVATIONS = ("none", "gelu")
 # tl.dot's smallest tile side.
 _MIN_TILE = 16
 _MAX_SPLITS = 8
-# Reductions of which a program of 8 warps keeps its 16 weight rows in shared memory.
+# Reductions of which a program keeps its 16 weight rows in shared memory.
 _WHOLE = (512, 1024, 2048)
 # Elements of partial tiles and number of arrival counters that a launch may use.
 _MAX_PARTIAL, _MAX_TILES = 1 << 20, 1024
@@ -82,9 +82,10 @@ def default_tiles(
         if out_features > 16 * sms and not moments:
             # wgmma's tile of 64 weight rows; two programs fit on an SM.
             return Tiles(64, 128, 1, 1, num_warps=4, num_stages=6 if shared >= 120 << 10 else 4)
-        if ample and in_features in _WHOLE:
-            return Tiles(16, in_features, 1, 8, num_warps=8, num_stages=1, whole=1)
-        return Tiles(16, 512, 1, 4, num_warps=4, num_stages=5 if ample else 3)
+        if ample and in_features in _WHOLE and not moments:
+            return Tiles(16, in_features, 1, 4, num_warps=4, num_stages=1, whole=1)
+        deep = 5 if in_features > 2048 else 4
+        return Tiles(16, 512, 1, 4, num_warps=4, num_stages=deep if ample else 3)
     block_n = 64
     tiles = triton.cdiv(out_features, block_n)
     splits = 1
