@@ -19,33 +19,41 @@ def alone() -> Iterator[None]:
         yield
 
 
-def await_turn(turn: Path) -> None:
-    """In a process that ``give_turns`` watches: says that it has started, and waits."""
-    _ready(turn).touch()
-    while not turn.exists():
+def await_turn(turn: Path, number: int = 0) -> None:
+    """In a process that ``give_turns`` watches: says that it has started, and waits for its turn
+    ``number``. ``end_turn`` or the process's end ends it."""
+    _file(turn, "ready").touch()
+    while not _file(turn, f"{number}.given").exists():
         time.sleep(0.2)
+
+
+def end_turn(turn: Path, number: int) -> None:
+    _file(turn, f"{number}.ended").touch()
 
 
 def start(command: Sequence[str], turn: Path, log: Path) -> subprocess.Popen:
     """Starts a process that will call ``await_turn(turn)``."""
-    for stale in (turn, _ready(turn)):
-        stale.unlink(missing_ok=True)
+    for stale in turn.parent.glob(f"{turn.name}.*"):
+        stale.unlink()
     with log.open("w") as output:
         return subprocess.Popen(command, stdout=output, stderr=output)
 
 
-def give_turns(started: Sequence[tuple[Path, subprocess.Popen]]) -> list[subprocess.Popen]:
-    """Once all have started or died, lets them measure one after another; those that failed."""
+def give_turns(
+    started: Sequence[tuple[Path, subprocess.Popen]], turns: int = 1
+) -> list[subprocess.Popen]:
+    """Once all have started or died, lets them measure one after another, ``turns`` times; those
+    that failed."""
     for turn, process in started:
-        while not _ready(turn).exists() and process.poll() is None:
+        while not _file(turn, "ready").exists() and process.poll() is None:
             time.sleep(0.5)
-    failed = []
-    for turn, process in started:
-        turn.touch()
-        if process.wait():
-            failed.append(process)
-    return failed
+    for number in range(turns):
+        for turn, process in started:
+            _file(turn, f"{number}.given").touch()
+            while not _file(turn, f"{number}.ended").exists() and process.poll() is None:
+                time.sleep(0.2)
+    return [process for _, process in started if process.wait()]
 
 
-def _ready(turn: Path) -> Path:
-    return turn.with_suffix(".ready")
+def _file(turn: Path, suffix: str) -> Path:
+    return turn.with_name(f"{turn.name}.{suffix}")
