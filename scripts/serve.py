@@ -35,6 +35,12 @@ from fork.upstream_wheel import sha256
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 10
+SAMPLING_ARGUMENTS = (
+    "--speculative-use-block-verification",
+    *("--speculative-flashmap-draft-temperature", "0.8"),
+)
+"""For the demo target's draft: at temperature 1 they keep a fifth more drafts
+(docs/benchmarks.md)."""
 TREE_ARGUMENTS = (
     *("--speculative-flashmap-tree-candidates", "1", "--speculative-flashmap-tree-choices", "8"),
     *("--speculative-num-draft-tokens", "17"),
@@ -213,7 +219,8 @@ def main() -> int:
         draft, drafting = options.speculative_draft_model_path, ()
         if draft is None and options.model_path is None:
             draft = shipped_draft(checkout)
-            drafting = TREE_ARGUMENTS if draft and device == "cuda" else ()
+            if draft:
+                drafting = SAMPLING_ARGUMENTS + (TREE_ARGUMENTS if device == "cuda" else ())
         if draft is None:
             draft = demo_draft(checkout, python, Path(target))
         model = options.served_model_name or Path(target).name
