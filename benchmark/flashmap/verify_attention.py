@@ -537,25 +537,15 @@ def check() -> None:
     print(f"{time.monotonic() - started:.0f} s")
 
 
-def candidates(length: int) -> Iterator:
-    """``Tiles`` to try for ``length`` drafts of 4 query heads a key head."""
-    shapes = {
-        17: (
-            *((64, 64, 4, s) for s in (2, 3, 4)),
-            (64, 128, 4, 2),
-            (64, 32, 4, 4),
-            *((128, 64, 8, s) for s in (2, 3)),
-            (128, 128, 8, 2),
-        ),
-        65: (
-            *((64, 64, 4, s) for s in (2, 3, 4)),
-            (64, 128, 4, 2),
-            (64, 32, 4, 4),
-            *((128, 64, 8, s) for s in (2, 3)),
-            (128, 128, 8, 2),
-        ),
-    }
-    for block_m, block_n, num_warps, num_stages in shapes[length]:
+def candidates() -> Iterator:
+    """``Tiles`` to try."""
+    shapes = (
+        *((64, 64, 4, s) for s in (2, 3, 4)),
+        (64, 32, 4, 4),
+        *((128, 64, 8, s) for s in (2, 3, 4)),
+        (128, 32, 8, 4),
+    )
+    for block_m, block_n, num_warps, num_stages in shapes:
         yield kernel.Tiles(block_m, block_n, num_warps, num_stages, 1)
 
 
@@ -571,7 +561,7 @@ def compile_one(job: tuple) -> str | None:
 
 
 def tune(args: argparse.Namespace) -> list[dict]:
-    jobs = [(length, tuple(tiles)) for length in args.lengths for tiles in candidates(length)]
+    jobs = [(length, tuple(tiles)) for length in args.lengths for tiles in candidates()]
     started = time.monotonic()
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         errors = list(pool.map(compile_one, jobs))

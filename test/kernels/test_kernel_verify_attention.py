@@ -178,6 +178,13 @@ def test_cuts_fall_anywhere(seed: int, launch_and_args: Callable) -> None:
     assert_near(actual, exact(args))
 
 
+@pytest.mark.parametrize("programs", [3, 8, 9], ids="{}-programs".format)
+def test_units_that_are_padded_to_runs(programs: int, launch_and_args: Callable) -> None:
+    """Four units of 5 tiles: no run goes over with 8 programs (3 tiles) or 9, but does with 3."""
+    args = make_args(torch.float32, [72, 72], [5, 8], head_dim=16, v_head_dim=16)
+    assert_near(run(launch_and_args, args, tiles=SMALL, programs=programs), exact(args))
+
+
 def test_one_huge_prefix_among_tiny_ones_is_shared(launch_and_args: Callable) -> None:
     """The huge one is cut into more runs than the merge takes at a time; tiny ones are whole."""
     args = make_args(torch.float32, [2, 1040, 0, 5], [2, 3, 2, 1], 2, 1, 16, 16)
@@ -208,7 +215,7 @@ def test_strided_queries_and_int32_slots(launch_and_args: Callable) -> None:
 
 @pytest.mark.parametrize("feature", ["plain", "window"])
 def test_more_drafts_than_a_word_has_bits(feature: str, launch_and_args: Callable) -> None:
-    args = make_args(torch.float32, [20, 0], [70, 65], 2, 1, 16, 16)
+    args = make_args(torch.float32, [20, 0], [70, 3], 2, 1, 16, 16)
     expected = exact(args, **FEATURES[feature])
     verify_attention(*args, 0.3, **FEATURES[feature])
     assert_near(args[3], expected)

@@ -7,21 +7,26 @@ key head and all draft tokens are the rows of one query tile (``G = H / Hkv`` he
 so the prefix is read once per key head. The prefix needs no mask: only the L x L block has one.
 
 Work is dealt out evenly, whatever the lengths. A unit is a (request, key head); its tiles are its
-prefix in steps of ``BLOCK_N`` keys, and one more for the L x L block. The tiles of all units lie on
-one line, which ``programs`` programs cut into equal runs (stream-K): one huge prefix is read by the
-whole GPU, many small ones by a program each, and both at once in one batch. Where the cuts fall is
-computed on the device from ``kv_indptr``; the launch depends on shapes and on the device only, so
-it can be captured in a CUDA graph. A program that holds a unit whole writes its output. A unit that
-was cut leaves one normalised partial output and log-sum-exp per run, and a second kernel, one group
-of programs per cut, merges them: ``out = sum_s 2**(lse_s - max) out_s / sum_s 2**(lse_s - max)``. A
-program cuts at most two units, at its two ends, so two slots of scratch a program are enough. On
-sm_90 and later the merge is launched with the first kernel (programmatic dependent launch), finds
-its cut, and waits for that kernel's end only then.
+keys in steps of ``BLOCK_N``, the drafts' behind the prefix's (in tiles of their own where the pool
+holds another type or is scaled). The tiles of all units lie on one line, which ``programs``
+programs cut into equal runs (stream-K): one huge prefix is read by the whole GPU, many small ones
+by a program each, and both at once in one batch. A run that goes over from one unit to the next
+pays a second beginning and end, worth a few tiles; so if runs that are longer by less than that are
+enough without any that goes over, each unit is padded to a multiple of their length. Where the cuts
+fall is computed on the device from ``kv_indptr``; the launch depends on shapes and on the device
+only, so it can be captured in a CUDA graph. A program that holds a unit whole writes its output. A
+unit that was cut leaves one normalised partial output and log-sum-exp per run, and a second kernel,
+one group of programs per cut, merges them:
+``out = sum_s 2**(lse_s - max) out_s / sum_s 2**(lse_s - max)``. A program cuts at most two units,
+at its two ends, so two slots of scratch a program are enough. On sm_90 and later the merge is
+launched with the first kernel (programmatic dependent launch), finds its cut, and waits for that
+kernel's end only then.
 
 Row blocks: more rows than one block holds take several programs for the same run, launched side by
 side so that all but one find it in the L2 cache. wgmma multiplies tiles of 64 rows, and 17 tokens
-of 4 heads are 68: 128 rows or twice 64. A tail of 16 rows beside 64, in the same program, measured
-slower on an H200 in every shape, as so few rows are no wgmma's.
+of 4 heads are 68: 128 rows or twice 64. A tail beside 64 rows, in the same program, measured slower
+on an H200 in every shape: of 16 rows, which are no wgmma's, and of 8 whose products are transposed,
+which are, but wait for each other.
 
 Rounding: scores, softmax and outputs accumulate in float32; probabilities are rounded to the
 queries' dtype before the second product; float8 keys and values are widened exactly and their
@@ -47,6 +52,8 @@ except ImportError:  # a copy of this file, on a machine without sglang
     register_custom_op = None
 
 _LOG2_E = 1.4426950408889634
+# Runs may be longer by fewer tiles than this so that none goes over from one unit to the next.
+_SLACK = 4
 # Programs per cut of the merge kernel.
 _MERGERS = 8
 # It takes a unit of up to so many runs so many rows at a time, others one row and so many runs.
@@ -183,15 +190,53 @@ def verify_attention_torch(
 
 
 @triton.jit
+def _unit_tiles(prefix, pad, L: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """A unit's tiles on the line: its own, then gaps up to a multiple of ``pad``."""
+    if PARTS == 1:
+        tiles = tl.cdiv(prefix + L, BLOCK_N)
+    else:
+        tiles = tl.cdiv(prefix, BLOCK_N) + tl.cdiv(L, BLOCK_N)
+    return tl.cdiv(tiles, pad) * pad
+
+
+@triton.jit
 def _tile_line(
-    kv_indptr, batch, KV_HEADS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr
+    kv_indptr,
+    batch,
+    programs,
+    min_tiles,
+    L: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    SLACK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Tiles of each request's units, and where each request ends on the line of tiles."""
+    """How the tiles are dealt out: each request's on the line and where it ends there, the line's
+    length, the tiles of a run, and what units are padded to."""
     r = tl.arange(0, BLOCK_B)
     first = tl.load(kv_indptr + r, mask=r < batch, other=0).to(tl.int32)
     last = tl.load(kv_indptr + r + 1, mask=r < batch, other=0).to(tl.int32)
-    tiles = tl.where(r < batch, (tl.cdiv(last - first, BLOCK_N) + 1) * KV_HEADS, 0)
-    return tiles, tl.cumsum(tiles, 0)
+    prefix = last - first
+    tiles = tl.where(r < batch, _unit_tiles(prefix, 1, L, BLOCK_N, PARTS) * KV_HEADS, 0)
+    quota = tl.maximum(tl.cdiv(tl.sum(tiles, 0), programs), min_tiles)
+    # How long runs would have to be if none went over to another unit.
+    longer = quota + tl.arange(0, SLACK)
+    runs = tl.cdiv((tiles // KV_HEADS)[:, None], longer[None, :]) * KV_HEADS
+    enough = tl.min(tl.where(tl.sum(runs, 0) <= programs, longer, quota + SLACK), 0)
+    pad = tl.where(enough < quota + SLACK, enough, 1)
+    quota = tl.maximum(quota, pad)
+    tiles = tl.where(r < batch, _unit_tiles(prefix, pad, L, BLOCK_N, PARTS) * KV_HEADS, 0)
+    return tiles, tl.cumsum(tiles, 0), tl.sum(tiles, 0), quota, pad
+
+
+@triton.jit
+def _load_q(q_ptr, row, length, row0, head0, token_stride, head_stride, d, GROUP, D):
+    """Row ``r`` of a unit is query head ``head0 + r % GROUP`` of draft token ``r // GROUP``."""
+    token = row // GROUP
+    offset = (row0 + token) * token_stride + (head0 + row % GROUP) * head_stride
+    in_q = (token < length)[:, None] & (d < D)[None, :]
+    return tl.load(q_ptr + offset[:, None] + d[None, :], mask=in_q, other=0.0)
 
 
 @triton.jit
@@ -201,6 +246,56 @@ def _load_rows(ptr, offset, d, D: tl.constexpr, BLOCK_D: tl.constexpr):
     if D == BLOCK_D:
         return tl.load(where)
     return tl.load(where, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _mask_word(mask_ptr, token, b, length, word, L: tl.constexpr):
+    """Bits of which drafts ``64 * word`` and up draft ``token`` sees."""
+    WORDS: tl.constexpr = (L + 63) // 64
+    inside = (token < length) & (word >= 0) & (word < WORDS)
+    return tl.load(mask_ptr + (b * L + token) * WORDS + word, mask=inside, other=0)
+
+
+@triton.jit
+def _depth(mask_ptr, token, b, length, L: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Position of draft ``token`` after the prefix: its ancestors."""
+    if HAS_MASK:
+        depth = tl.zeros_like(token) - 1
+        bit = tl.arange(0, 64)
+        for word in tl.static_range((L + 63) // 64):
+            bits = _mask_word(mask_ptr, token, b, length, word, L)
+            seen = (bits[:, None] >> bit[None, :].to(tl.int64)) & 1
+            depth += tl.sum(tl.where((word * 64 + bit < length)[None, :], seen, 0), 1).to(tl.int32)
+    else:
+        depth = token
+    return depth
+
+
+@triton.jit
+def _two_words(mask_ptr, word0, word1, token, b, length, j0, L: tl.constexpr):
+    """The words of each row's mask that hold its bits of drafts ``j0`` to ``j0 + 63``."""
+    word = (j0 + 64) // 64
+    if L > 128:
+        low = _mask_word(mask_ptr, token, b, length, word - 1, L)
+        high = _mask_word(mask_ptr, token, b, length, word, L)
+    else:
+        low = tl.where(word == 1, word0, tl.where(word == 2, word1, 0))
+        high = tl.where(word == 0, word0, tl.where(word == 1, word1, 0))
+    return low, high
+
+
+@triton.jit
+def _tile_bits(low, high, j0, length):
+    """Bit ``n``: whether a row sees key ``n`` of the tile whose first key is draft ``j0``; if that
+    is negative, keys of the prefix come first, which every row sees."""
+    shift = ((j0 + 64) % 64).to(tl.uint64)
+    # In two steps, as there is no shift by 64.
+    bits = (low.to(tl.uint64) >> shift) | ((high.to(tl.uint64) << (63 - shift)) << 1)
+    one = tl.full((), 1, tl.uint64)
+    bits = bits | ((one << tl.maximum(-j0, 0).to(tl.uint64)) - 1)
+    keys = tl.maximum(length - j0, 0)
+    inside = (one << tl.minimum(keys, 63).to(tl.uint64)) - 1
+    return tl.where(keys < 64, bits & inside, bits)
 
 
 @triton.jit
@@ -225,45 +320,6 @@ def _attend(
     total = total * decay + tl.sum(probs, 1)
     acc = tl.dot(probs.to(q.dtype), v, acc=acc * decay[:, None], input_precision="ieee")
     return new_peak, total, acc
-
-
-@triton.jit
-def _load_q(q_ptr, row, length, row0, head0, token_stride, head_stride, d, GROUP, D):
-    """Row ``r`` of a unit is query head ``head0 + r % GROUP`` of draft token ``r // GROUP``."""
-    token = row // GROUP
-    offset = (row0 + token) * token_stride + (head0 + row % GROUP) * head_stride
-    in_q = (token < length)[:, None] & (d < D)[None, :]
-    return tl.load(q_ptr + offset[:, None] + d[None, :], mask=in_q, other=0.0)
-
-
-@triton.jit
-def _mask_word(mask_ptr, token, b, length, word, L: tl.constexpr):
-    """Bits of which drafts ``64 * word`` and up draft ``token`` sees."""
-    WORDS: tl.constexpr = (L + 63) // 64
-    row = mask_ptr + (b * L + token) * WORDS
-    return tl.load(row + word, mask=(token < length) & (word < WORDS), other=0)
-
-
-@triton.jit
-def _sees(word, token, j, length, HAS_MASK: tl.constexpr):
-    """Whether draft ``token`` sees draft ``j``; ``word``: its bits where ``j`` is."""
-    inside = (token < length)[:, None] & (j < length)[None, :]
-    if HAS_MASK:
-        return inside & (((word[:, None] >> (j % 64)[None, :].to(tl.int64)) & 1) != 0)
-    return inside & (j[None, :] <= token[:, None])
-
-
-@triton.jit
-def _depth(mask_ptr, token, b, length, L: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Position of draft ``token`` after the prefix: its ancestors."""
-    if HAS_MASK:
-        depth = tl.zeros_like(token) - 1
-        for word in tl.static_range((L + 63) // 64):
-            bits = _mask_word(mask_ptr, token, b, length, word, L)
-            seen = _sees(bits, token, word * 64 + tl.arange(0, 64), length, HAS_MASK)
-            depth += tl.sum(seen.to(tl.int32), 1)
-        return depth
-    return token
 
 
 @triton.jit
@@ -359,11 +415,13 @@ def _verify_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    SLACK: tl.constexpr,
     SAME_STRIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SMALL_POOL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -374,9 +432,9 @@ def _verify_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     block = tl.program_id(0)
     program = tl.program_id(1)
-    tiles, ends = _tile_line(kv_indptr, batch, KV_HEADS, BLOCK_N, BLOCK_B)
-    line = tl.sum(tiles, 0)
-    quota = tl.maximum(tl.cdiv(line, programs), min_tiles)
+    tiles, ends, line, quota, pad = _tile_line(
+        kv_indptr, batch, programs, min_tiles, L, KV_HEADS, BLOCK_N, BLOCK_B, SLACK, PARTS
+    )
     begin = program * quota
     end = tl.minimum(begin + quota, line)
     if begin >= line:
@@ -387,6 +445,7 @@ def _verify_kernel(
 
     local = tl.arange(0, BLOCK_M)
     row = block * BLOCK_M + local
+    token = row // GROUP
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     n = tl.arange(0, BLOCK_N)
@@ -398,31 +457,36 @@ def _verify_kernel(
         key0 = tl.load(kv_indptr + b).to(tl.int64)
         prefix = tl.load(kv_indptr + b + 1).to(tl.int32) - key0.to(tl.int32)
         slots_ptr = kv_indices_ptr + key0
-        prefix_tiles = tl.cdiv(prefix, BLOCK_N)
-        unit_tiles = prefix_tiles + 1
+        own_tiles = _unit_tiles(prefix, 1, L, BLOCK_N, PARTS)
+        unit_tiles = _unit_tiles(prefix, pad, L, BLOCK_N, PARTS)
         kv_head = (at - base) // unit_tiles
         first = at - base - kv_head * unit_tiles
         last = tl.minimum(first + (end - at), unit_tiles)
         head0 = kv_head * GROUP
-        holds_block = last == unit_tiles
+        ends_unit = last == unit_tiles
 
         q = _load_q(q_ptr, row, length, row0, head0, q_token_stride, q_head_stride, d, GROUP, D)
-        peak, total = _start(sinks_ptr, row, head0, holds_block, HAS_SINKS, GROUP)
+        peak, total = _start(sinks_ptr, row, head0, ends_unit, HAS_SINKS, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        token = row // GROUP
+        # Here, so that they have come when the drafts' turn comes.
+        word0, word1 = token, token
+        if HAS_MASK and L <= 128:
+            word0 = _mask_word(mask_ptr, token, b, length, 0, L)
+            word1 = tl.zeros_like(word0)
+            if L > 64:
+                word1 = _mask_word(mask_ptr, token, b, length, 1, L)
+        # A key at n is near a draft if depth + prefix - n <= WINDOW.
+        reach = token
         if WINDOW > 0:
-            # A key at n is near a draft if depth + prefix - n <= WINDOW.
             reach = _depth(mask_ptr, token, b, length, L, HAS_MASK) + prefix - WINDOW
-        word = token
-        if HAS_MASK:
-            # Here, so that it has come when the prefix is done.
-            word = _mask_word(mask_ptr, token, b, length, 0, L)
 
-        # Whole tiles of the prefix, which need no mask unless there is a window.
         keys_ptr = key_ptr + kv_head * key_head_stride
         values_ptr = value_ptr + kv_head * value_head_stride
-        whole_tiles = prefix // BLOCK_N
+        new_keys_ptr = k_ptr + row0 * k_token_stride + kv_head * k_head_stride
+        new_values_ptr = v_ptr + row0 * v_token_stride + kv_head * v_head_stride
         prefix_scale = scale_log2 * k_scale
+        # Whole tiles of the prefix, which need no mask unless there is a window.
+        whole_tiles = prefix // BLOCK_N
         last_whole = tl.minimum(last, whole_tiles)
         next_slot = tl.load(slots_ptr + first * BLOCK_N + n, mask=first < last_whole, other=0)
         for tile in tl.range(first, last_whole):
@@ -444,58 +508,72 @@ def _verify_kernel(
             peak, total, acc = _attend(
                 q, k, v, near, peak, total, acc, prefix_scale, LOGIT_CAP, WINDOW > 0
             )
-        # The prefix's last tile, if it is not whole and in this run.
-        for tile in tl.range(
-            tl.maximum(first, whole_tiles), tl.minimum(last, prefix_tiles), num_stages=1
-        ):
-            position = tile * BLOCK_N + n
-            inside = position < prefix
-            slot = tl.load(slots_ptr + position, mask=inside, other=0).to(tl.int32).to(tl.int64)
-            k = tl.load(
-                keys_ptr + slot[:, None] * key_stride + d[None, :],
-                mask=inside[:, None] & (d < D)[None, :],
-                other=0.0,
-            ).to(dtype)
-            v = tl.load(
-                values_ptr + slot[:, None] * value_stride + dv[None, :],
-                mask=inside[:, None] & (dv < DV)[None, :],
-                other=0.0,
-            ).to(dtype)
-            last_near = inside[None, :]
-            if WINDOW > 0:
-                last_near = last_near & (position[None, :] >= reach[:, None])
-            peak, total, acc = _attend(
-                q, k, v, last_near, peak, total, acc, prefix_scale, LOGIT_CAP, True
-            )
-        acc = acc * v_scale
-        # The draft tokens themselves.
-        drafts = tl.where(holds_block, length, 0)
-        for j0 in tl.range(0, drafts, BLOCK_L, num_stages=1):
-            j = j0 + tl.arange(0, BLOCK_L)
-            inside = j < length
-            k = tl.load(
-                k_ptr + (row0 + j)[:, None] * k_token_stride + kv_head * k_head_stride + d[None, :],
-                mask=inside[:, None] & (d < D)[None, :],
-                other=0.0,
-            )
-            v = tl.load(
-                v_ptr
-                + (row0 + j)[:, None] * v_token_stride
-                + kv_head * v_head_stride
-                + dv[None, :],
-                mask=inside[:, None] & (dv < DV)[None, :],
-                other=0.0,
-            )
-            sees = _sees(word, token, j, length, HAS_MASK)
-            if HAS_MASK and L > 64:
-                # Read one tile ahead.
-                word = _mask_word(mask_ptr, token, b, length, (j0 + BLOCK_L) // 64, L)
-            if WINDOW > 0:
-                key_position = _depth(mask_ptr, j, b, length, L, HAS_MASK) + prefix
-                sees = sees & (key_position[None, :] >= reach[:, None])
-            peak, total, acc = _attend(q, k, v, sees, peak, total, acc, scale_log2, LOGIT_CAP, True)
+        # The rest of the prefix and, behind it in the same tiles, the drafts. Those have tiles of
+        # their own (PARTS 2) where the pool's keys are of another type or scaled.
+        rest = prefix - whole_tiles * BLOCK_N
+        rest_ptr = slots_ptr + whole_tiles * BLOCK_N
+        for part in tl.static_range(PARTS):
+            # Keys of this part: ``old`` of the prefix, then ``new`` drafts.
+            old, new, scale = rest, length, prefix_scale
+            start = tl.maximum(first - whole_tiles, 0)
+            stop = tl.minimum(last, own_tiles) - whole_tiles
+            if PARTS == 2:
+                if part == 0:
+                    new = 0
+                    stop = tl.minimum(stop, tl.cdiv(rest, BLOCK_N))
+                else:
+                    acc = acc * v_scale
+                    scale = scale_log2
+                    old = 0
+                    start = tl.maximum(start - tl.cdiv(rest, BLOCK_N), 0)
+                    stop = stop - tl.cdiv(rest, BLOCK_N)
+            for tile in tl.range(start, stop, num_stages=1):
+                j0 = tile * BLOCK_N - old
+                j = j0 + n
+                inside = j < new
+                slot = tl.load(rest_ptr + tile * BLOCK_N + n, mask=j < 0, other=0)
+                slot = slot.to(tl.int32).to(tl.int64)
+                if PARTS == 1:
+                    key_row = tl.where(
+                        j < 0, keys_ptr + slot * key_stride, new_keys_ptr + j * k_token_stride
+                    )
+                    value_row = tl.where(
+                        j < 0, values_ptr + slot * value_stride, new_values_ptr + j * v_token_stride
+                    )
+                    if ALIGNED:
+                        # Not known of a row that is one of two buffers', and loads of 16 bytes
+                        # need it.
+                        key_row = tl.multiple_of(key_row, 16)
+                        value_row = tl.multiple_of(value_row, 16)
+                elif part == 0:
+                    key_row = keys_ptr + slot * key_stride
+                    value_row = values_ptr + slot * value_stride
+                else:
+                    key_row = new_keys_ptr + j * k_token_stride
+                    value_row = new_values_ptr + j * v_token_stride
+                k = tl.load(
+                    key_row[:, None] + d[None, :],
+                    mask=inside[:, None] & (d < D)[None, :],
+                    other=0.0,
+                ).to(dtype)
+                v = tl.load(
+                    value_row[:, None] + dv[None, :],
+                    mask=inside[:, None] & (dv < DV)[None, :],
+                    other=0.0,
+                ).to(dtype)
+                if HAS_MASK:
+                    low, high = _two_words(mask_ptr, word0, word1, token, b, length, j0, L)
+                    bits = _tile_bits(low, high, j0, new)
+                    sees = ((bits[:, None] >> n.to(tl.uint64)[None, :]) & 1) != 0
+                else:
+                    sees = j[None, :] <= tl.minimum(token, new - 1)[:, None]
+                if WINDOW > 0:
+                    depth = _depth(mask_ptr, tl.maximum(j, 0), b, length, L, HAS_MASK)
+                    key_position = prefix + tl.where(j < 0, j, depth)
+                    sees = sees & (key_position[None, :] >= reach[:, None])
+                peak, total, acc = _attend(q, k, v, sees, peak, total, acc, scale, LOGIT_CAP, True)
 
-        whole = (first == 0) & holds_block
+        whole = (first == 0) & ends_unit
         scratch = (block * programs + program).to(tl.int64) * 2 + (at > begin).to(tl.int32)
         _finish(
             acc,
@@ -607,6 +685,7 @@ def _verify_merge_kernel(
     batch,
     programs,
     min_tiles,
+    L: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
@@ -614,6 +693,8 @@ def _verify_merge_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLACK: tl.constexpr,
     MERGERS: tl.constexpr,
     FEW_RUNS: tl.constexpr,
     FEW_ROWS: tl.constexpr,
@@ -623,9 +704,9 @@ def _verify_merge_kernel(
     # Programs: (row block, cut, merger). The cuts inside a unit share its rows.
     block = tl.program_id(0)
     cut = tl.program_id(1) + 1
-    tiles, ends = _tile_line(kv_indptr, batch, KV_HEADS, BLOCK_N, BLOCK_B)
-    line = tl.sum(tiles, 0)
-    quota = tl.maximum(tl.cdiv(line, programs), min_tiles)
+    tiles, ends, line, quota, pad = _tile_line(
+        kv_indptr, batch, programs, min_tiles, L, KV_HEADS, BLOCK_N, BLOCK_B, SLACK, PARTS
+    )
     at = cut * quota
     if DEPENDENT:
         # Every program, also those without a cut: when this kernel has ended, so has the first.
@@ -638,7 +719,7 @@ def _verify_merge_kernel(
     prefix = tl.load(kv_indptr + b + 1).to(tl.int32) - key0
     row0 = tl.load(qo_indptr + b).to(tl.int64)
     length = tl.load(qo_indptr + b + 1).to(tl.int32) - row0.to(tl.int32)
-    unit_tiles = tl.cdiv(prefix, BLOCK_N) + 1
+    unit_tiles = _unit_tiles(prefix, pad, L, BLOCK_N, PARTS)
     kv_head = (at - base) // unit_tiles
     unit = base + kv_head * unit_tiles
     if at == unit:
@@ -720,6 +801,8 @@ def verify_attention_triton(
         assert x.is_contiguous()
     assert key_buffer.dtype == value_buffer.dtype and key_buffer.dtype in POOL_DTYPES
     assert sm_scale > 0 and k_scale > 0
+    # A row's mask of a tile is one word.
+    assert tiles is None or tiles.block_n <= 64
     if mask is not None:
         assert mask.is_contiguous() and mask.dtype == torch.int64
         assert mask.shape == (batch, max_len, triton.cdiv(max_len, 64))
@@ -737,6 +820,13 @@ def verify_attention_triton(
         device=q.device,
     )
     lse = scratch[: row_blocks * 2 * programs * tiles.block_m]
+    # Drafts whose keys are like the pool's continue the prefix; others have tiles of their own.
+    parts = 1 if k.dtype == key_buffer.dtype and k_scale == v_scale == 1 else 2
+    aligned = all(
+        x.data_ptr() % 16 == x.stride(0) * x.element_size() % 16 == 0
+        and x.stride(1) * x.element_size() % 16 == 0
+        for x in (k, v, key_buffer, value_buffer)
+    )
     partial = scratch[lse.numel() :]
     block_dv = triton.next_power_of_2(v_head_dim)
     dependent = _dependent_launch(q.device)
@@ -785,10 +875,12 @@ def verify_attention_triton(
         HAS_SINKS=sinks is not None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_L=min(tiles.block_n, 64, max(16, triton.next_power_of_2(max_len))),
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=block_dv,
         BLOCK_B=block_b,
+        PARTS=parts,
+        SLACK=_SLACK,
+        ALIGNED=aligned,
         SAME_STRIDE=key_buffer.stride(0) == value_buffer.stride(0),
         SMALL_POOL=max(_extent(key_buffer), _extent(value_buffer)) < 2**31,
         DEPENDENT=dependent,
@@ -808,6 +900,7 @@ def verify_attention_triton(
             batch,
             programs,
             tiles.min_tiles,
+            L=max_len,
             KV_HEADS=kv_heads,
             GROUP=group,
             DV=v_head_dim,
@@ -815,6 +908,8 @@ def verify_attention_triton(
             BLOCK_N=tiles.block_n,
             BLOCK_DV=block_dv,
             BLOCK_B=block_b,
+            PARTS=parts,
+            SLACK=_SLACK,
             MERGERS=_MERGERS,
             FEW_RUNS=_FEW_RUNS,
             FEW_ROWS=_FEW_ROWS,
