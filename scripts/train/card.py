@@ -83,7 +83,7 @@ def card(config: dict, record: dict, evaluation: dict | None, drawn: bool) -> st
     if evaluation:
         flags = {"speculative_num_draft_tokens": evaluation["verify_width"]}
         flags |= evaluation.get("arguments", {})
-        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        words = " ".join(_flag(name, value) for name, value in flags.items())
         lines += ["", "## Acceptance with the server", f"With `{words}`:", ""]
         lines += acceptance_table(evaluation)
         if evaluation.get("plot"):
@@ -161,3 +161,9 @@ def draw_curves(path: Path, runs: list[dict[str, Any]]) -> bool:
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
+
+
+def _flag(name: str, value: Any) -> str:
+    """An engine argument as a server's flag."""
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
