@@ -70,6 +70,7 @@ def test_card_tells_data_recipe_and_acceptance(trained) -> None:
     assert "| learning rate | 0.01 |" in text
     evaluation = {
         "verify_width": 3,
+        "arguments": {"speculative_use_block_verification": True, "speculative_eagle_topk": 1},
         "overall": {"0": {"accept_length": 2.25}},
         "domains": [
             {"domain": "code", "temperature": 0.0, "prompts": 7, "accept_length": 2.25,
@@ -79,5 +80,7 @@ def test_card_tells_data_recipe_and_acceptance(trained) -> None:
     (release / "evaluation.json").write_text(json.dumps(evaluation))
     write_card(release)
     text = (release / "README.md").read_text()
+    flags = "--speculative-use-block-verification --speculative-eagle-topk 1`"
+    assert f"With `--speculative-num-draft-tokens 3 {flags}" in text
     assert "2.25 at T=0" in text and "| code | 0 | 7 | 2.25 | 0.75 | 0.50 |" in text
     (release / "evaluation.json").unlink()
