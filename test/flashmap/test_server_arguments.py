@@ -110,7 +110,16 @@ ACCEPTED = {
     "grown-trees": (
         "--speculative-flashmap-tree-candidates 1 --speculative-flashmap-tree-choices 8 "
         "--speculative-num-draft-tokens 33",
-        dict(speculative_eagle_topk=2, speculative_num_draft_tokens=33),
+        dict(
+            speculative_eagle_topk=2,
+            speculative_num_draft_tokens=33,
+            speculative_flashmap_tree_temperature=0.8,
+        ),
+    ),
+    "trees-of-cold-requests": (
+        "--speculative-flashmap-tree-candidates 1 --speculative-flashmap-tree-choices 8 "
+        "--speculative-flashmap-tree-temperature 0.1",
+        dict(speculative_flashmap_tree_temperature=0.1),
     ),
     "one-candidate": (
         "--speculative-flashmap-tree-candidates 1",

@@ -73,6 +73,7 @@ def _handle_flashmap(server_args: Any) -> None:
         # mask.
         speculative_eagle_topk=2 if _verifies_trees(cfg) else 1,
         speculative_num_draft_tokens=width,
+        speculative_flashmap_tree_temperature=_tree_temperature(cfg),
         speculative_draft_load_format=load_format,
         # The draft's own, whatever the target's is: 8 bits cost accepted drafts.
         speculative_draft_kv_cache_dtype=cfg.speculative_draft_kv_cache_dtype or "auto",
@@ -228,6 +229,14 @@ def _verifies_trees(cfg: Any) -> bool:
     return cfg.speculative_flashmap_tree_candidates >= least
 
 
+def _tree_temperature(cfg: Any) -> float:
+    """Of the flag, or where trees are accepted longer than chains by docs/benchmarks.md."""
+    given = cfg.speculative_flashmap_tree_temperature
+    if given is not None:
+        return given
+    return 0.8 if cfg.speculative_flashmap_tree_choices else 0.3
+
+
 def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
     cfg = resolving_view(server_args)
     candidates = cfg.speculative_flashmap_tree_candidates
@@ -241,7 +250,7 @@ def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
             f"--speculative-flashmap-tree-budget {cfg.speculative_flashmap_tree_budget} must be at "
             "least 1: every request drafts one block."
         )
-    if not cfg.speculative_flashmap_tree_temperature >= 0:
+    if not _tree_temperature(cfg) >= 0:
         raise ValueError(
             "--speculative-flashmap-tree-temperature "
             f"{cfg.speculative_flashmap_tree_temperature} must be at least 0 (only greedy requests "

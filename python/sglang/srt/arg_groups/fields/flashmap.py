@@ -74,12 +74,13 @@ class FlashMapSpecFields(msgspec.Struct):
         "clamp(budget // B, 1, N) for each.",
     ] = 32
     speculative_flashmap_tree_temperature: A[
-        float,
+        Optional[float],
         "FLASHMAP only, with trees. Sampled requests up to this temperature are verified as trees "
         "by matching the target's own draws, hotter ones as chains by rejection, which accepts "
         "more there. The distribution is the target's either way; docs/flashmap.md says how to "
-        "find the best value for a draft.",
-    ] = 0.3
+        "find the best value for a draft. Default: 0.8 for trees that grow from "
+        "--speculative-flashmap-tree-choices, 0.3 for others.",
+    ] = None
     speculative_flashmap_verify_width: A[
         str,
         "FLASHMAP only. Rows per request in a verify forward, W: the last token and W - 1 drafts. "
