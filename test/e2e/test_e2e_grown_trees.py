@@ -55,17 +55,21 @@ def test_one_batch_of_all_prompts(grown: Server, cases: dict[str, Case]) -> None
 def test_twenty_constrained_requests_among_free_text(
     plain: Server, grown: Server, constrained: dict[str, Case], tokenizer: Any
 ) -> None:
-    """By every rule at once, with required tool calls beside them; greedy ones as without."""
+    """By every rule at once, with required tool calls beside them; greedy ones as without.
+
+    Seeded, as at 0.9 this model now and then writes newlines until its tokens are used up: of 24
+    such answers by plain decoding two did.
+    """
     names = [*GRAMMARS, "free"] * 3
     temperatures = [t for t in (0, 0.3, 0.9) for _ in range(len(names) // 3)]
     params = [
-        dict(temperature=t, max_new_tokens=100, **GRAMMARS.get(name, {}))
-        for name, t in zip(names, temperatures)
+        dict(temperature=t, max_new_tokens=100, sampling_seed=seed, **GRAMMARS.get(name, {}))
+        for seed, (name, t) in enumerate(zip(names, temperatures))
     ]
     payload = dict(input_ids=[prompt_ids(tokenizer, BOOK)] * len(names), sampling_params=params)
     with ThreadPoolExecutor(9) as pool:
         batch = pool.submit(grown.request, "/generate", payload)
-        calls = list(pool.map(call_tool, [grown] * 8, [0, 0.3, 0.9, 0.3] * 2))
+        calls = list(pool.map(call_tool, [grown] * 8, [0, 0.3, 0.9, 0.3] * 2, range(8)))
     for name, temperature, answer in zip(names, temperatures, batch.result()):
         if name == "free":
             continue
@@ -77,7 +81,7 @@ def test_twenty_constrained_requests_among_free_text(
     assert_pool_is_free(grown)
 
 
-def call_tool(server: Server, temperature: float) -> dict[str, Any]:
+def call_tool(server: Server, temperature: float, seed: int = 0) -> dict[str, Any]:
     """The arguments of the one call that an answer has to make."""
     parameters = dict(
         type="object",
@@ -94,6 +98,7 @@ def call_tool(server: Server, temperature: float) -> dict[str, Any]:
             tool_choice="required",
             parallel_tool_calls=False,
             temperature=temperature,
+            seed=seed,
             max_tokens=80,
         ),
     )
