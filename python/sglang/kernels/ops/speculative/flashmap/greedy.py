@@ -35,6 +35,8 @@ _PROGRAMS = 1056
 # Of a split, so that the last programs to start end with the others.
 _MAX_TILES = 8
 _COLUMN_MASK = 2**31 - 1
+# Below every key.
+LEAST_KEY = tl.constexpr(-0x7FFFFFFFFFFFFFFF)
 
 
 def key_tokens(keys: torch.Tensor) -> torch.Tensor:
@@ -170,6 +172,12 @@ def accept_chain_torch(
 
 
 @triton.jit
+def key_token(key):
+    """Of the largest ``key`` of a row's splits, the token."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@triton.jit
 def end_step(
     request,
     num_correct,
@@ -227,9 +235,8 @@ def _accept_chain_kernel(
     else:
         split = tl.arange(0, BLOCK_SPLITS)[None, :]
         mask = (row < WIDTH)[:, None] & (split < SPLITS)
-        least = -0x7FFFFFFFFFFFFFFF
-        keys = tl.load(chosen_ptr + cell[:, None] * SPLITS + split, mask=mask, other=least)
-        token = 0x7FFFFFFF - (tl.max(keys, 1) & 0x7FFFFFFF)
+        keys = tl.load(chosen_ptr + cell[:, None] * SPLITS + split, mask=mask, other=LEAST_KEY)
+        token = key_token(tl.max(keys, 1))
     # After the last draft there is none that could match.
     draft = tl.load(block_ptr + cell + 1, mask=row < WIDTH - 1, other=-1)
     missed = tl.where((row < WIDTH - 1) & (draft == token), WIDTH - 1, row)

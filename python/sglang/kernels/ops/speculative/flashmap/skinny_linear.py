@@ -80,7 +80,7 @@ def default_tiles(
     ample = shared >= 200 << 10
     if rows <= 16:
         if out_features > 16 * sms and not moments:
-            # wgmma's tile of 64 weight rows; two programs fit on an SM.
+            # wgmma's tile of 64 weight rows. Fewer stages let two programs share an SM: slower.
             return Tiles(64, 128, 1, 1, num_warps=4, num_stages=6 if shared >= 120 << 10 else 4)
         if ample and in_features in _WHOLE and not moments:
             return Tiles(16, in_features, 1, 4, num_warps=4, num_stages=1, whole=1)

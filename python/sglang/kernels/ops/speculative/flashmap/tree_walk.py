@@ -19,9 +19,11 @@ import torch
 import triton
 import triton.language as tl
 from sglang.kernels.ops.speculative.flashmap.greedy import (
+    LEAST_KEY,
     check_relay,
     chosen_tokens,
     end_step,
+    key_token,
     relay_torch,
 )
 from sglang.kernels.ops.speculative.flashmap.launch import (
@@ -75,9 +77,8 @@ def _chosen(chosen_ptr, node, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):
         token = tl.load(chosen_ptr + node)
     else:
         split = tl.arange(0, BLOCK_SPLITS)
-        least = -0x7FFFFFFFFFFFFFFF
-        keys = tl.load(chosen_ptr + node * SPLITS + split, mask=split < SPLITS, other=least)
-        token = 0x7FFFFFFF - (tl.max(keys, 0) & 0x7FFFFFFF)
+        keys = tl.load(chosen_ptr + node * SPLITS + split, mask=split < SPLITS, other=LEAST_KEY)
+        token = key_token(tl.max(keys, 0))
     return token
 
 
