@@ -81,7 +81,9 @@ def statistics(logits: torch.Tensor, known: torch.Tensor, ids: torch.Tensor) -> 
 
         cross_entropy, overlap, log_ratio, *rest = acceptance_statistics(logits, known, ids)
         return Statistics(Terms(cross_entropy, overlap, log_ratio), *rest)
-    log_q, log_p = logits.float().log_softmax(-1), known.float().log_softmax(-1)
+    logits, known = logits.float(), known.float()
+    normaliser, known_normaliser = logits.logsumexp(-1), known.logsumexp(-1)
+    log_q, log_p = logits - normaliser[:, None], known - known_normaliser[:, None]
     q, p = log_q.exp(), log_p.exp()
     at = ids[:, None]
     terms = Terms(
@@ -89,8 +91,8 @@ def statistics(logits: torch.Tensor, known: torch.Tensor, ids: torch.Tensor) -> 
         torch.minimum(p, q).sum(-1),
         (log_q.gather(1, at) - log_p.gather(1, at))[:, 0],
     )
-    normalisers = (some.float().logsumexp(-1) for some in (logits, known))
-    return Statistics(terms, *normalisers, torch.where(q < p, q, 0.0).sum(-1))
+    below = torch.where(q < p, q, 0.0).sum(-1)
+    return Statistics(terms, normaliser, known_normaliser, below)
 
 
 def gradient(
