@@ -16,6 +16,8 @@ def load_pyplot() -> ModuleType | None:
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
+
+        pyplot.switch_backend("Agg")  # now and not with the first figure
     except ModuleNotFoundError as error:
         print(f"no {error.name}, no plot: pip install matplotlib", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - an installation's own faults

@@ -13,6 +13,8 @@ from kernel_interpreter import interpret, launcher, start_interpreter
 def _move(value: Any, device: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)._make(_move(item, device) for item in value)
     if isinstance(value, (list, tuple)):
         return type(value)(_move(item, device) for item in value)
     return value
@@ -29,6 +31,7 @@ def launch_and_args() -> Iterator[Callable]:
 
         def on_gpu(name: str, *args: Any, **kwargs: Any) -> tuple[Any, tuple]:
             args = _move(args, "cuda")
+            kwargs = {name: _move(value, "cuda") for name, value in kwargs.items()}
             return _move((launcher(name)(*args, **kwargs), args), "cpu")
 
         yield on_gpu
