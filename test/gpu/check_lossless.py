@@ -112,6 +112,7 @@ def run(arguments: dict, prompts: list[list[list[int]]], tokens: int, seeds: boo
         )
     if seeds:
         check_seeds(engine, prompts[0])
+        engine.flush_cache()  # prompts are prefilled in the same chunks again
         bare = []
         for batch in prompts:
             bare += engine.generate(input_ids=batch, sampling_params=params)
