@@ -54,6 +54,7 @@ def product_tiles(product: Product) -> list[Tiles]:
     if not moments:
         wide = ((64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 4, 6), (64, 128, 4, 8))
         wide += ((64, 256, 4, 3), (64, 256, 4, 4), (128, 64, 4, 6), (128, 128, 8, 4))
+        wide += ((64, 128, 8, 6), (64, 256, 8, 4))  # more warps to convert weights of 8 bits
         found += [Tiles(n, k, 1, 1, warps, stages) for n, k, warps, stages in wide]
         found += [Tiles(32, k, 1, 4, 4, stages) for k, stages in ((256, 5), (512, 3), (512, 4))]
     return found
@@ -128,12 +129,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="for measuring")
     parser.add_argument("--only", nargs="+", default=[*PRODUCTS, ATTENTION])
     parser.add_argument("--contexts", type=int, nargs=1, default=[256])
+    parser.add_argument("--quantization", choices=("none", "fp8"), default="none")
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     # As `build` wants them: a greedy chain draft, its context attended by our kernel.
     vars(options).update(batch_sizes=[1], draft_vocab_size=32768, temperature=0.0)
-    vars(options).update(attention="triton", noise="auto", noise_error=0.0, quantization="none")
+    vars(options).update(attention="triton", noise="auto", noise_error=0.0)
     vars(options).update(tree_candidates=0, tree_budget=32)
     if options.share is not None:
         compile_part(options, options.share)

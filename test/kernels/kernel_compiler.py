@@ -1,5 +1,5 @@
 """Compiles every kernel for a GPU that need not be there; ``python kernel_compiler.py ARCH DTYPE``
-prints one line each.
+prints one line each: its name, bytes of shared memory, and conversions of one e4m3 to bfloat16.
 
 The interpreter runs what the compiler may refuse (types that differ between branches, shapes that
 are no powers of 2). A stand-in for Triton's driver names the target, and launching a kernel
@@ -8,6 +8,7 @@ compiles it instead.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -65,7 +66,9 @@ class Target:
 
 def compile_only(kernel: JITFunction, grid: tuple) -> Any:
     def launch(*args: Any, **kwargs: Any) -> None:
-        print(kernel.__name__, kernel.warmup(*args, grid=grid, **kwargs).metadata.shared)
+        compiled = kernel.warmup(*args, grid=grid, **kwargs)
+        one_by_one = len(re.findall(r"cvt\.[a-z.]*bf16\.f16", compiled.asm["ptx"]))
+        print(kernel.__name__, compiled.metadata.shared, one_by_one)
 
     return launch
 

@@ -31,6 +31,7 @@ from sglang.kernels.ops.speculative.flashmap.launch import (
 )
 from sglang.kernels.ops.speculative.flashmap.norm import norm_rotate, rms_norm_rope_torch
 from sglang.kernels.ops.speculative.flashmap.rope import load_rope
+from sglang.kernels.ops.speculative.flashmap.widen import widen
 from sglang.srt.utils.custom_op import register_custom_op
 
 # A split shorter than this costs more in the merge than it gains.
@@ -196,7 +197,7 @@ def _attend_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if start < end:
         peak, total, acc = _attend_tile(
-            q, k.to(dtype), v.to(dtype), in_context, scale_log2, peak, total, acc
+            q, widen(k, dtype), widen(v, dtype), in_context, scale_log2, peak, total, acc
         )
     for tile in tl.range(start + BLOCK_N, end, BLOCK_N):
         n = tile + tl.arange(0, BLOCK_N)
@@ -208,7 +209,7 @@ def _attend_kernel(
             value_ptr + slot[:, None] * value_stride + channel[None, :], mask=in_kv, other=0.0
         )
         peak, total, acc = _attend_tile(
-            q, k.to(dtype), v.to(dtype), in_context, scale_log2, peak, total, acc
+            q, widen(k, dtype), widen(v, dtype), in_context, scale_log2, peak, total, acc
         )
     # No context at all leaves 0 / 1.
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -37,6 +37,7 @@ from sglang.kernels.ops.speculative.flashmap.launch import (
     launch_options,
     wait_for_inputs,
 )
+from sglang.kernels.ops.speculative.flashmap.widen import widen
 from sglang.srt.utils.custom_op import register_custom_op
 
 MAX_ROWS = 64
@@ -223,10 +224,10 @@ def _skinny_kernel(
         x2 = tl.load(x_at + 2 * QUARTER)
         x3 = tl.load(x_at + 3 * QUARTER)
         parts = tl.zeros((WARPS_K, BLOCK_N, BLOCK_M), tl.float32)
-        parts = tl.dot(w0.to(dtype), x0, acc=parts, input_precision="ieee")
-        parts = tl.dot(w1.to(dtype), x1, acc=parts, input_precision="ieee")
-        parts = tl.dot(w2.to(dtype), x2, acc=parts, input_precision="ieee")
-        parts = tl.dot(w3.to(dtype), x3, acc=parts, input_precision="ieee")
+        parts = tl.dot(widen(w0, dtype), x0, acc=parts, input_precision="ieee")
+        parts = tl.dot(widen(w1, dtype), x1, acc=parts, input_precision="ieee")
+        parts = tl.dot(widen(w2, dtype), x2, acc=parts, input_precision="ieee")
+        parts = tl.dot(widen(w3, dtype), x3, acc=parts, input_precision="ieee")
         acc = tl.sum(parts, 0)
     elif WARPS_K == 1:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -241,7 +242,7 @@ def _skinny_kernel(
                 x = tl.load(
                     x_ptr + m[None, :] * x_stride + k[:, None], mask=(k < end)[:, None], other=0.0
                 )
-            acc = tl.dot(w.to(dtype), x, acc=acc, input_precision="ieee")
+            acc = tl.dot(widen(w, dtype), x, acc=acc, input_precision="ieee")
     else:
         part = tl.arange(0, WARPS_K)
         parts = tl.zeros((WARPS_K, BLOCK_N, BLOCK_M), tl.float32)
@@ -258,7 +259,7 @@ def _skinny_kernel(
                     mask=(k < end)[:, :, None],
                     other=0.0,
                 )
-            parts = tl.dot(w.to(dtype), x, acc=parts, input_precision="ieee")
+            parts = tl.dot(widen(w, dtype), x, acc=parts, input_precision="ieee")
         acc = tl.sum(parts, 0)
 
     if SPLITS > 1:
