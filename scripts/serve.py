@@ -35,12 +35,8 @@ from fork.upstream_wheel import sha256
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 10
-SAMPLING_ARGUMENTS = (
-    "--speculative-use-block-verification",
-    *("--speculative-flashmap-draft-temperature", "0.8"),
-)
-"""For the demo target's draft: at temperature 1 they keep a fifth more drafts
-(docs/benchmarks.md)."""
+SAMPLING_ARGUMENTS = ("--speculative-use-block-verification",)
+"""At temperature 1 it keeps nearly a tenth more of the demo target's drafts (docs/training.md)."""
 TREE_ARGUMENTS = (
     *("--speculative-flashmap-tree-candidates", "1", "--speculative-flashmap-tree-choices", "8"),
     *("--speculative-num-draft-tokens", "17"),

@@ -3,9 +3,8 @@
 #   scripts/train_demo_draft.sh data SECONDS   answers to turns the target writes, by three processes at once
 #   scripts/train_demo_draft.sh asks SECONDS   answers to prompts from templates, likewise
 #   scripts/train_demo_draft.sh base SECONDS   the one-jump baseline on `data`; run again to go on
-#   scripts/train_demo_draft.sh more SECONDS   the same from there on `data` and `asks`: the draft that is shipped
-#   scripts/train_demo_draft.sh accept SECONDS the same from INIT (the shipped draft) on all data, twice for at most SECONDS
-#                                              each: for acceptance at T = 1 into `accept`, then by cross-entropy into `again`
+#   scripts/train_demo_draft.sh more SECONDS   the same from there on `data` and `asks`
+#   scripts/train_demo_draft.sh accept SECONDS from there for acceptance at T = 1: the draft that is shipped
 #   scripts/train_demo_draft.sh flow SECONDS   stage 1
 #   scripts/train_demo_draft.sh map SECONDS    stage 2, from the flow's release
 # RUN is the folder of everything (run); steps are set by BASE_STEPS, MORE_STEPS, ACCEPT_STEPS, FLOW_STEPS, MAP_STEPS, whose
@@ -57,11 +56,9 @@ more)
         --init "$RUN/base/release" --labels target --lr 1.5e-3 --slot-decay 3 --steps "${MORE_STEPS:-5300}"
     ;;
 accept)
-    # One process after the other would read the target again, and two at once would keep its states twice.
     "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/accept" --stage one-jump \
-        --init "${INIT:-drafts/$name}" --labels target --lr "${ACCEPT_LR:-1e-3}" --slot-decay 3 \
-        --steps "${ACCEPT_STEPS:-4000}" --acceptance-weight "${ACCEPT_WEIGHT:-1}" \
-        --acceptance-loss "${ACCEPT_LOSS:-length}" --then "--acceptance-weight 0 --output $RUN/again"
+        --init "$RUN/more/release" --labels target --lr 1e-3 --slot-decay 3 --steps "${ACCEPT_STEPS:-5500}" \
+        --acceptance-weight 0.8 --acceptance-loss length
     ;;
 flow)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/flow" --stage flow \

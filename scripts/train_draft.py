@@ -160,6 +160,7 @@ def record(trainer: Trainer, files: TokenFiles, options: argparse.Namespace) -> 
     run = {
         "recipe": asdict(trainer.recipe),
         "curves": asdict(trainer.curves),
+        "steps_done": trainer.step,
         "seconds": trainer.seconds,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "ranks": trainer.world.size,

@@ -109,12 +109,15 @@ def _headline(config: dict, record: dict, evaluation: dict | None) -> str:
 
 def _recipe(run: dict[str, Any]) -> list[str]:
     rows = ["| setting | value |", "|---|---|"]
-    stage = run["recipe"]["stage"]
+    recipe, stage = dict(run["recipe"]), run["recipe"]["stage"]
+    done = run.get("steps_done", recipe["steps"])  # records of earlier versions do not tell
+    if done < recipe["steps"]:
+        recipe["steps"] = f"{done} of {recipe['steps']}, where the run was stopped"
     for key, words in _RECIPE_WORDS.items():
         # Records of versions before the acceptance loss lack its settings.
-        plain = key.startswith("acceptance_") and not run["recipe"].get("acceptance_weight")
+        plain = key.startswith("acceptance_") and not recipe.get("acceptance_weight")
         if stage in _STAGES_OF.get(key, (stage,)) and not plain:
-            rows.append(f"| {words} | {run['recipe'][key]} |")
+            rows.append(f"| {words} | {recipe[key]} |")
     return [*rows, f"| seconds on {run['ranks']} × {run['device']} | {run['seconds']:.0f} |"]
 
 

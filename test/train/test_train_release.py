@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from served_draft import accept_length, served_draft
 from sglang.srt.configs.flashmap import FlashMapConfig
 from sglang.srt.speculative.flashmap.checkpoint import check_folder
-from train.card import write_card
+from train.card import card, write_card
 from train.features import load_target
 from train.release import draft_vocabulary
 from train.token_file import TokenFiles
@@ -68,6 +68,13 @@ def test_card_tells_data_recipe_and_acceptance(trained) -> None:
     assert "## Stage: flow" in text and "## Stage: map" in text
     assert "60 answers of circle-target itself" in text
     assert "| learning rate | 0.01 |" in text
+    record = json.loads((release / "training.json").read_text())
+    steps, run = record["runs"][-1]["recipe"]["steps"], record["runs"][-1]
+    assert f"| steps | {steps} |" in text and run["steps_done"] == steps
+    run["steps_done"] = 2
+    config = json.loads((release / "config.json").read_text())
+    stopped = card(config, record, None, drawn=False)
+    assert f"| steps | 2 of {steps}, where the run was stopped |" in stopped
     evaluation = {
         "verify_width": 3,
         "arguments": {"speculative_use_block_verification": True, "speculative_eagle_topk": 1},
