@@ -41,24 +41,28 @@ import triton.language as tl
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS, BATCHES = (17, 65), (1, 4, 16, 64)
 CONTEXTS = (256, 2048, 8192, 32768, 131072)
-KERNELS = "sglang.kernels.ops.attention"
+KERNELS = "sglang.kernels.ops"
 # Bytes of pools that calls rotate through: several times an L2 cache.
 ROTATED_BYTES = 256 << 20
 COLUMNS = ("splitkv", "fa3", "flashinfer", "triton")
 
 
 def load(name: str) -> ModuleType:
+    """A module of the kernels; without sglang its file alone, which others then find by its
+    name."""
+    name = f"{KERNELS}.{name}"
     try:
-        return importlib.import_module(f"{KERNELS}.{name}")
+        return importlib.import_module(name)
     except ImportError:
-        folder = Path(__file__).parents[2] / "python" / KERNELS.replace(".", "/")
-        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        path = Path(__file__).parents[2] / "python" / f"{name.replace('.', '/')}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
 
 
-kernel, mask_bits = load("verify_splitkv_gqa"), load("verify_mask_bits")
+load("speculative.flashmap.widen")  # which the next imports
+kernel, mask_bits = load("attention.verify_splitkv_gqa"), load("attention.verify_mask_bits")
 
 
 def random_trees(batch: int, length: int) -> torch.Tensor:

@@ -46,6 +46,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sglang.kernels.ops.speculative.flashmap.widen import widen
+
 try:
     from sglang.srt.utils.custom_op import register_custom_op
 except ImportError:  # a copy of this file, on a machine without sglang
@@ -497,10 +499,10 @@ def _verify_kernel(
                 slot = slot.to(tl.int64)
             next_slot = tl.load(slots_ptr + position + BLOCK_N, mask=tile + 1 < last_whole, other=0)
             offset = slot * key_stride
-            k = _load_rows(keys_ptr, offset, d, D, BLOCK_D).to(dtype)
+            k = widen(_load_rows(keys_ptr, offset, d, D, BLOCK_D), dtype)
             if not SAME_STRIDE:
                 offset = slot * value_stride
-            v = _load_rows(values_ptr, offset, dv, DV, BLOCK_DV).to(dtype)
+            v = widen(_load_rows(values_ptr, offset, dv, DV, BLOCK_DV), dtype)
             # Set here: what a loop finds set and sets anew must keep its type.
             near = None
             if WINDOW > 0:
@@ -555,12 +557,13 @@ def _verify_kernel(
                     key_row[:, None] + d[None, :],
                     mask=inside[:, None] & (d < D)[None, :],
                     other=0.0,
-                ).to(dtype)
+                )
                 v = tl.load(
                     value_row[:, None] + dv[None, :],
                     mask=inside[:, None] & (dv < DV)[None, :],
                     other=0.0,
-                ).to(dtype)
+                )
+                k, v = widen(k, dtype), widen(v, dtype)
                 if HAS_MASK:
                     low, high = _two_words(mask_ptr, word0, word1, token, b, length, j0, L)
                     bits = _tile_bits(low, high, j0, new)
