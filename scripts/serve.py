@@ -39,10 +39,10 @@ SAMPLING_ARGUMENTS = ("--speculative-use-block-verification",)
 """At temperature 1 it keeps nearly a tenth more of the demo target's drafts (docs/training.md)."""
 TREE_ARGUMENTS = (
     *("--speculative-flashmap-tree-candidates", "1", "--speculative-flashmap-tree-choices", "8"),
-    *("--speculative-num-draft-tokens", "17"),
 )
-"""For the demo target's draft on a GPU, where 17 rows cost little more than 5: it is accepted a
-quarter longer so. On a CPU chains are as fast (docs/benchmarks.md)."""
+VERIFY_WIDTHS = {"cuda": "17", "cpu": "9"}
+"""For the demo target's draft, which is accepted longer so than as a chain. 17 rows cost a GPU
+little more than 9, and a CPU what they gain (docs/benchmarks.md)."""
 
 
 def check_port(host: str, port: int) -> None:
@@ -216,7 +216,8 @@ def main() -> int:
         if draft is None and options.model_path is None:
             draft = shipped_draft(checkout)
             if draft:
-                drafting = SAMPLING_ARGUMENTS + (TREE_ARGUMENTS if device == "cuda" else ())
+                width = ("--speculative-num-draft-tokens", VERIFY_WIDTHS[device])
+                drafting = SAMPLING_ARGUMENTS + TREE_ARGUMENTS + width
         if draft is None:
             draft = demo_draft(checkout, python, Path(target))
         model = options.served_model_name or Path(target).name

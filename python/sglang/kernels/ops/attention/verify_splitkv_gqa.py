@@ -44,9 +44,8 @@ from typing import NamedTuple, Optional
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
 from sglang.kernels.ops.speculative.flashmap.widen import widen
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 try:
     from sglang.srt.utils.custom_op import register_custom_op
