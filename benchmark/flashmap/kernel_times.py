@@ -74,6 +74,10 @@ from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
 from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices, slot_choices_torch
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree, plan_tree_torch
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree, grow_tree_torch
+from sglang.kernels.ops.speculative.flashmap.tree_rejection import (
+    reject_tree,
+    reject_tree_torch,
+)
 from sglang.kernels.ops.speculative.flashmap.tree_suffix import (
     SuffixTables,
     write_tree_suffix,
@@ -88,6 +92,7 @@ EPS, THETA, NOISE_WIDTH = 1e-6, 10_000.0, 4096
 TARGET_LAYERS, TARGET_KV_HEADS = 36, 8
 VERIFY_WIDTH, COMMITTED = 17, 4
 CHOICES = 8  # likeliest tokens of a draw that a tree may hold at a slot
+SIBLINGS = 4  # drafts of one slot that a rejected root tries
 REPLAYS = 50
 
 
@@ -286,6 +291,26 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
                 lambda args=args_grow: grow_tree(*args),
                 lambda args=args_grow: grow_tree_torch(*args),
             )
+    # Siblings of which the target has none: p and q of the root are read before each but the first.
+    nodes = torch.arange(SIBLINGS + 1, device="cuda").repeat(batch, 1)
+    siblings = ids[nodes]
+    p = torch.full((batch, SIBLINGS + 1, TARGET_VOCAB), 1 / TARGET_VOCAB, device="cuda")
+    p[:, 0].scatter_(1, siblings, 0.0)
+    column_of = torch.zeros(TARGET_VOCAB, dtype=torch.int32, device="cuda")
+    column_of[ids] = torch.arange(VOCAB, dtype=torch.int32, device="cuda")
+    args_reject = (
+        *(siblings, torch.where(nodes == 0, 1, -1)),
+        torch.where((nodes > 0) & (nodes < SIBLINGS), nodes + 1, -1),
+        *(p, per_draw[:, 0].float().softmax(-1), ids, column_of, torch.rand(nodes.shape).cuda()),
+        SLOTS + 1,
+    )
+    yield Row(
+        f"reject_tree, {SIBLINGS} siblings",
+        2 * size(p[:, 0, :VOCAB]) + size(ids),
+        lambda: reject_tree(*args_reject),
+        lambda: reject_tree_torch(*args_reject),
+        reference_is_capturable=False,
+    )
     for width in (VERIFY_WIDTH, 65):
         args_plan = (anchors, drafts, width, chain)
         plan = plan_tree(*args_plan)

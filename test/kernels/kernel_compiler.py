@@ -37,6 +37,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     stage_inputs,
     tree,
     tree_growth,
+    tree_rejection,
     tree_suffix,
     tree_walk,
 )
@@ -144,6 +145,10 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         links = (plan.tokens, plan.first_child, plan.next_sibling)
         path, *_ = tree_walk.walk_tree_triton(*links, chosen, longs, slots + 1, relay)
         greedy.accept_chain_triton(plan.tokens, chosen, longs, relay)
+    coins, target = plan.tokens.float(), torch.zeros(*plan.tokens.shape, 5000)
+    for columns, vocabulary in ((5000, (None, None)), (4500, (ids[:4500], ids.int()))):
+        probs = torch.zeros(ROWS, slots, columns)
+        tree_rejection.reject_tree_triton(*links, target, probs, *vocabulary, coins, slots + 1)
     hidden = torch.zeros(plan.tokens.numel(), DIM, dtype=dtype)
     accepted_rows.accepted_rows_triton(hidden, path, plan.tokens, plan.tokens)
     for pool_dtype in pool_dtypes:

@@ -23,6 +23,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     slot_choices,
     tree,
     tree_growth,
+    tree_rejection,
     tree_suffix,
     tree_walk,
 )
@@ -33,7 +34,7 @@ OPS = sorted(op for op in registry.ops() if op.startswith("speculative.flashmap_
 
 
 def test_all_ops_are_registered() -> None:
-    assert len(OPS) == 30
+    assert len(OPS) == 31
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -136,6 +137,14 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                 assert path.shape == (rows, 5) and path.dtype == torch.int32
                 assert committed.shape == (rows, 5) and committed.dtype == torch.int64
                 assert num_correct.shape == (rows,) and num_correct.dtype == torch.int64
+                path, num_correct, taken = tree_rejection.reject_tree(
+                    *(nodes, nodes, nodes, new(rows, 9, 50, dtype=torch.float32)),
+                    *(new(rows, 4, 50, dtype=torch.float32), None, None),
+                    *(new(rows, 9, dtype=torch.float32), 5),
+                )
+                assert path.shape == (rows, 5) and path.dtype == torch.int32
+                assert num_correct.shape == (rows,) and num_correct.dtype == torch.int64
+                assert taken.shape == (rows,) and taken.dtype == torch.float32
                 assert (
                     accepted_kv.move_accepted(pool, new(rows, 9, dtype=torch.int64), path) is None
                 )

@@ -39,6 +39,7 @@ _OPS = (
     ("stage_inputs", "stage_inputs"),
     ("tree", "plan_tree"),
     ("tree_growth", "grow_tree"),
+    ("tree_rejection", "reject_tree"),
     ("tree_walk", "walk_tree"),
     ("full_mask", "write_full_mask"),
     ("tree_suffix", "write_tree_suffix"),
