@@ -72,6 +72,7 @@ from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
     skinny_linear_torch,
 )
 from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices, slot_choices_torch
+from sglang.kernels.ops.speculative.flashmap.slot_draws import slot_draws, slot_draws_torch
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree, plan_tree_torch
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree, grow_tree_torch
 from sglang.kernels.ops.speculative.flashmap.tree_rejection import (
@@ -282,6 +283,17 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
             size(args_choices[0], choices, probs),
             lambda args=args_choices: slot_choices(*args),
             lambda args=args_choices: slot_choices_torch(*args),
+        )
+        drawing = (torch.ones_like(chain), torch.ones(SLOTS, CHOICES, device="cuda"))
+        numbers = seeds[: batch * draws * SLOTS]
+        args_draws = (*args_choices[:3], numbers, numbers, 1, *drawing)
+        args_draws += (choices.clone(), probs.clone())
+        yield Row(
+            f"slot_draws N={draws}",
+            size(args_choices[0]) // draws + size(choices, probs),
+            lambda args=args_draws: slot_draws(*args),
+            lambda args=args_draws: slot_draws_torch(*args),
+            reference_is_capturable=False,
         )
         for width in (VERIFY_WIDTH, 65):
             args_grow = (anchors, choices, probs, drafts[:, 0].contiguous(), width, chain)

@@ -34,6 +34,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     sampling_inputs,
     skinny_linear,
     slot_choices,
+    slot_draws,
     stage_inputs,
     tree,
     tree_growth,
@@ -137,6 +138,13 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
     for draws, count, width in ((1, 8, 17), (8, 4, 129)):
         logits = torch.zeros(1, draws, ROWS, 5000, dtype=dtype)
         tokens, probs = slot_choices.slot_choices_triton(logits, ids, torch.zeros(1), count)
+        rows = torch.zeros(draws * ROWS, dtype=torch.int64)
+        profile = torch.zeros(ROWS, count)
+        for splits in (1, 3):
+            slot_draws.slot_draws_triton(
+                *(logits, ids, torch.zeros(1), rows, rows, 1, longs[:1] > 0, profile),
+                *(tokens, probs, splits),
+            )
         grown = tree.TreePlan.empty(1, width, tokens.device).tensors()
         tree_growth.grow_tree_triton(longs[:1], tokens, probs, longs[None], longs[:1] > 0, grown)
     greedy.argmax_keys_triton(logits[0, 0])

@@ -21,6 +21,7 @@ from sglang.kernels.ops.speculative.flashmap import (
     sampler,
     sampling_inputs,
     slot_choices,
+    slot_draws,
     tree,
     tree_growth,
     tree_rejection,
@@ -123,6 +124,14 @@ def test_fake_results_have_the_references_shapes_and_dtypes() -> None:
                     sampler.sample_draft(x, None, new(rows, dtype=torch.float32), longs, longs)
                 )
                 assert outputs[-1].shape == (rows,) and outputs[-1].dtype == torch.int64
+                drawing = slot_draws.slot_draws(
+                    *(new(rows, 2, 4, 50), None, floats, new(rows * 8, dtype=torch.int64)),
+                    *(new(rows * 8, dtype=torch.int64), 1, new(rows, dtype=torch.bool)),
+                    new(4, 3, dtype=torch.float32),
+                    new(rows, 4, 6, dtype=torch.int64),
+                    new(rows, 4, 6, 2, dtype=torch.float32),
+                )
+                assert drawing is None
                 keys = greedy.argmax_keys(x)
                 assert keys.shape[0] == rows and keys.dtype == torch.int64
                 nodes, three_splits = (new(rows, 9, *s, dtype=torch.int64) for s in ((), (3,)))

@@ -36,6 +36,7 @@ _OPS = (
     ("sampling_inputs", "sampling_inputs"),
     ("skinny_linear", "skinny_linear"),
     ("slot_choices", "slot_choices"),
+    ("slot_draws", "slot_draws"),
     ("stage_inputs", "stage_inputs"),
     ("tree", "plan_tree"),
     ("tree_growth", "grow_tree"),

@@ -19,7 +19,7 @@ The vocabulary is split over programs when there are few rows, and a second kern
 split.
 """
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import triton
@@ -36,12 +36,12 @@ from sglang.kernels.ops.speculative.flashmap.philox import (
 )
 from sglang.srt.utils.custom_op import register_custom_op
 
-_BLOCK = 2048
 _PROGRAMS_PER_SM = 4
-_SERIES_BELOW = 2.0**-8
-_MAX_NOISE = 22.9
+TILE = 2048
+SERIES_BELOW = 2.0**-8
+MAX_NOISE = 22.9
 # Columns of noise the reference holds at a time: few enough for a core's cache.
-_REFERENCE_COLUMNS = 1 << 17
+REFERENCE_COLUMNS = 1 << 17
 
 
 def gumbel_noise_torch(
@@ -53,6 +53,18 @@ def gumbel_noise_torch(
     v = words.flatten(1)[:, :columns].float() * 2.0**-32 + 2.0**-33
     v = v.clamp_max(1 - 2.0**-24)
     return -(-torch.log1p(-v)).log()
+
+
+def gumbel_keys_torch(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    offsets: torch.Tensor,
+    stream: int = SAMPLER_STREAM,
+) -> torch.Tensor:
+    """``logits (R, V)`` over positive ``temperatures (R,)`` plus noise, float32."""
+    noise = gumbel_noise_torch(seeds, offsets, logits.shape[1], stream)
+    return logits.float() * (1 / temperatures)[:, None] + noise
 
 
 def sample_draft_torch(
@@ -67,15 +79,14 @@ def sample_draft_torch(
     rows, vocab = logits.shape
     columns = logits.float().argmax(dim=1)
     sampled = temperatures.nonzero().squeeze(1)
-    for part in sampled.split(max(_REFERENCE_COLUMNS // vocab, 1)):
-        noise = gumbel_noise_torch(seeds[part], offsets[part], vocab, stream)
-        keys = logits[part].float() * (1 / temperatures[part])[:, None] + noise
-        columns[part] = keys.argmax(dim=1)
+    for part in sampled.split(max(REFERENCE_COLUMNS // vocab, 1)):
+        args = (logits[part], temperatures[part], seeds[part], offsets[part], stream)
+        columns[part] = gumbel_keys_torch(*args).argmax(dim=1)
     return columns if ids is None else ids[columns]
 
 
 @triton.jit
-def _gumbel_noise(seed, offset, first, stream, SERIES_BELOW: tl.constexpr, BLOCK: tl.constexpr):
+def gumbel_noise(seed, offset, first, stream, SERIES_BELOW: tl.constexpr, BLOCK: tl.constexpr):
     """The noise of columns ``first .. first + BLOCK``; both are multiples of 4."""
     quad = first // 4 + tl.arange(0, BLOCK // 4)
     w0, w1, w2, w3 = philox_words(seed, offset, quad, stream)
@@ -126,7 +137,7 @@ def _sample_kernel(
         top = tl.max(key, 0)
         if top + reach > best:
             if temperature != 0:
-                key += _gumbel_noise(seed, offset, first, stream, SERIES_BELOW, BLOCK)
+                key += gumbel_noise(seed, offset, first, stream, SERIES_BELOW, BLOCK)
                 top = tl.max(key, 0)
             if top > best:
                 best = top
@@ -165,6 +176,18 @@ def _best_split_kernel(
     tl.store(tokens_ptr + row, token)
 
 
+def split_vocab(
+    rows: int, vocab: int, device: torch.device, splits: Optional[int] = None
+) -> Tuple[int, int]:
+    """Columns of a split, whole tiles, and the number of splits: about ``splits`` if given, else
+    so many that ``rows`` of them occupy the device."""
+    tiles = triton.cdiv(vocab, TILE)
+    if splits is None:
+        splits = triton.cdiv(_PROGRAMS_PER_SM * sm_count(device), rows)
+    share = triton.cdiv(tiles, min(splits, tiles)) * TILE
+    return share, triton.cdiv(vocab, share)
+
+
 def sample_draft_triton(
     logits: torch.Tensor,
     ids: Optional[torch.Tensor],
@@ -187,11 +210,7 @@ def sample_draft_triton(
     tokens = torch.empty((rows,), dtype=torch.int64, device=logits.device)
     if rows == 0:
         return tokens
-    tiles = triton.cdiv(vocab, _BLOCK)
-    if splits is None:
-        splits = triton.cdiv(_PROGRAMS_PER_SM * sm_count(logits.device), rows)
-    share = triton.cdiv(tiles, min(splits, tiles)) * _BLOCK
-    splits = triton.cdiv(vocab, share)
+    share, splits = split_vocab(rows, vocab, logits.device, splits)
     keys, columns = tokens, tokens
     if splits > 1:
         keys = torch.empty((rows, splits), dtype=torch.float32, device=logits.device)
@@ -210,9 +229,9 @@ def sample_draft_triton(
         stream,
         HAS_IDS=ids is not None,
         SPLITS=splits,
-        SERIES_BELOW=_SERIES_BELOW,
-        MAX_NOISE=_MAX_NOISE,
-        BLOCK=_BLOCK,
+        SERIES_BELOW=SERIES_BELOW,
+        MAX_NOISE=MAX_NOISE,
+        BLOCK=TILE,
         **launch_options(logits.device),
     )
     if splits > 1:
