@@ -35,8 +35,6 @@ from fork.upstream_wheel import sha256
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_S = 10
-SAMPLING_ARGUMENTS = ("--speculative-use-block-verification",)
-"""At temperature 1 it keeps nearly a tenth more of the demo target's drafts (docs/training.md)."""
 TREE_ARGUMENTS = (
     *("--speculative-flashmap-tree-candidates", "1", "--speculative-flashmap-tree-choices", "8"),
 )
@@ -217,7 +215,7 @@ def main() -> int:
             draft = shipped_draft(checkout)
             if draft:
                 width = ("--speculative-num-draft-tokens", VERIFY_WIDTHS[device])
-                drafting = SAMPLING_ARGUMENTS + TREE_ARGUMENTS + width
+                drafting = TREE_ARGUMENTS + width
         if draft is None:
             draft = demo_draft(checkout, python, Path(target))
         model = options.served_model_name or Path(target).name

@@ -122,6 +122,13 @@ DRAFTS = {
         "--speculative-num-draft-tokens", 12,
         "--page-size", 16,
     ),
+    "trees-of-draws": (
+        "--speculative-flashmap-tree-candidates", 1,
+        "--speculative-flashmap-tree-choices", 4,
+        "--speculative-flashmap-tree-temperature", 0,
+        "--speculative-flashmap-draft-vocab-size", 200,
+        "--speculative-num-draft-tokens", 12,
+    ),
     "untrained-two-jumps": ("--speculative-flashmap-num-steps", 2),
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ class Setting:
             temperatures=TEMPERATURES,
             active=torch.ones(SIZE, dtype=torch.int32),
             filters=torch.zeros(SIZE, 3),
-            chain=torch.zeros(SIZE, dtype=torch.bool),
+            rejected=torch.zeros(SIZE, dtype=torch.bool),
         )
 
     def select(self, rows: list[int], padding: int = 0) -> DraftInputs:
@@ -128,7 +128,7 @@ def test_candidates_of_a_tree() -> None:
     setting.drafter.serve = dataclasses.replace(
         setting.drafter.serve, tree_candidates=4, tree_budget=4 * SIZE, verify_width=2 * slots + 1
     )
-    setting.inputs.chain[1] = True
+    setting.inputs.rejected[1] = True
     setting.inputs.filters[0, 0] = 1  # what a greedy request has in a mixed batch
     block = setting.drafter.draft(setting.inputs)
     assert equal_blocks(block, chains, [0, 1, 2])
@@ -204,9 +204,13 @@ def test_trees_grow_from_the_likeliest_tokens_of_each_slot() -> None:
     """Of one candidate: sampled rows at their temperature, chain rows as they are drafted."""
     setting = Setting()
     setting.drafter.serve = dataclasses.replace(
-        setting.drafter.serve, verify_width=20, tree_candidates=1, tree_choices=3
+        setting.drafter.serve,
+        verify_width=20,
+        tree_candidates=1,
+        tree_choices=3,
+        block_verification=True,
     )
-    setting.inputs.chain[2] = True
+    setting.inputs.rejected[2] = True
     block = setting.drafter.draft(setting.inputs)
     tree = block.tree
     assert tree.num_nodes.tolist() == [20, 20, 9]
@@ -221,3 +225,31 @@ def test_trees_grow_from_the_likeliest_tokens_of_each_slot() -> None:
         assert len(set(paths)) == 20
         assert likely == pytest.approx(sorted(likely, reverse=True))
         assert likely[1] == pytest.approx(float(probs[0].max()))
+
+
+def test_trees_of_draws_have_the_same_nodes_whatever_was_drawn() -> None:
+    """Rows under rejection: first draws are the block's tokens; others keep the likeliest."""
+    setting = Setting()
+    setting.drafter.serve = dataclasses.replace(
+        setting.drafter.serve, verify_width=20, tree_candidates=1, tree_choices=3
+    )
+    grown = setting.drafter.draft(setting.inputs).tree
+    setting.inputs.temperatures[1:] = 1.3
+    setting.inputs.rejected[1:] = True
+    block = setting.drafter.draft(setting.inputs)
+    tree = block.tree
+    assert torch.equal(tree.tokens[0], grown.tokens[0])
+    assert torch.equal(tree.parents[1], tree.parents[2]) and tree.num_nodes[1] == 20
+    assert not torch.equal(tree.parents[0], tree.parents[1])
+    for row in (1, 2):
+        node, depth = int(tree.first_child[row, 0]), 0
+        siblings = [int(tree.tokens[row, node])]
+        while node >= 0:
+            assert tree.tokens[row, node] == block.tokens[row, depth]
+            node, depth = int(tree.first_child[row, node]), depth + 1
+        assert depth >= 3
+        node = int(tree.next_sibling[row, int(tree.first_child[row, 0])])
+        while node >= 0:
+            siblings.append(int(tree.tokens[row, node]))
+            node = int(tree.next_sibling[row, node])
+        assert len(set(siblings)) == 3

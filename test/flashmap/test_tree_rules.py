@@ -12,7 +12,9 @@ import dataclasses
 
 import pytest
 import torch
+import toy_tree
 from sampling_fields import NO_TOP_K, sampling_info
+from sglang.kernels.ops.speculative.flashmap.slot_draws import slot_draws
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree
 from sglang.srt.speculative.flashmap import accept as accept_module
 from sglang.srt.speculative.flashmap.verify import accept_rejection, propose
@@ -95,11 +97,30 @@ def test_rejection_on_chains_of_a_server_of_trees(
     assert found.is_noise, found
 
 
-@pytest.mark.parametrize(
-    "candidates, choices", [(3, 0), (1, 2)], ids=["votes", "grown"]
-)
+DRAWN = {
+    "two-slots": (ToyServer(candidates=1, choices=3, width=7), "plain"),
+    "one-slot": (ToyServer(candidates=1, choices=4, block_size=1, width=4), "hot"),
+    "three-slots": (ToyServer(candidates=1, choices=2, block_size=3, width=10, seed=1), "plain"),
+    "all-tokens": (ToyServer(candidates=1, choices=5, width=9), "hot"),
+    "beside-candidates": (ToyServer(candidates=2, choices=3, width=6), "everything"),
+    "fewer-than-choices": (ToyServer(candidates=1, choices=4, width=8), "top-k"),
+    "filters": (ToyServer(candidates=1, choices=3, width=7, seed=2), "all-filters"),
+    "cold": (ToyServer(candidates=1, choices=3, width=7), "cold"),
+    "penalties": (ToyServer(candidates=1, choices=3, width=7), "penalties"),
+    "sharper-drafts": (ToyServer(candidates=1, choices=3, width=7, draft_temperature=0.7), "plain"),
+}
+
+
+@pytest.mark.parametrize("server, sampling", DRAWN.values(), ids=DRAWN)
+def test_rejection_on_trees_of_draws(server: ToyServer, sampling: str) -> None:
+    found = distance(dataclasses.replace(server, tree_temperature=0.0), SAMPLINGS[sampling])
+    assert found.is_noise, found
+
+
+@pytest.mark.parametrize("candidates, choices", [(3, 0), (1, 3)], ids=["votes", "grown"])
 def test_a_batch_of_all_rules(candidates: int, choices: int) -> None:
-    """Every third request is greedy, every third samples on a tree, every third on a chain."""
+    """Every third request is greedy, every third matches on a tree, every third is verified by
+    rejection, on a chain or on a tree of draws."""
     server = ToyServer(candidates=candidates, choices=choices, tree_temperature=0.7)
     kinds = torch.arange(DRAWS) % 3
     temperatures, top_ks = [1.0, 0.6, 1.3], [1, NO_TOP_K, 4]
@@ -122,6 +143,19 @@ def test_trees_accept_more_than_chains_when_cold() -> None:
     ]
     chain, tree = (float(a.num_correct.double().mean()) for a in accepted)
     assert tree > chain + 0.1
+
+
+def test_trees_of_draws_accept_more_than_chains() -> None:
+    chain, tree = (
+        float(
+            ToyServer(candidates=1, choices=3, width=7, tree_temperature=0.0, block_verification=b)
+            .generate(Sampling().fields(20_000), seeds(20_000), LENGTH, Sampling())[1][0]
+            .num_correct.double()
+            .mean()
+        )
+        for b in (True, False)
+    )
+    assert tree > chain + 0.1, (chain, tree)
 
 
 @pytest.mark.parametrize("sampling", ["plain", "everything"])
@@ -147,12 +181,12 @@ def test_a_seeded_text_is_the_same_whatever_was_drafted(sampling: str) -> None:
     assert len(set(map(tuple, texts[0].tolist()))) > draws // 2
 
 
-def reject_on_trees(acceptor, batch, draft, logits):
+def reject_on_trees(acceptor, batch, draft, block, logits):
     """The biased rule: the first path of a tree of votes under p/q rejection, as if drawn from
     q."""
     first = draft.tree.tokens[:, 1 : 1 + draft.tokens.shape[1]]
     biased = dataclasses.replace(draft, tokens=first)
-    return REJECT(acceptor, batch, biased, logits)
+    return REJECT(acceptor, batch, biased, block, logits)
 
 
 REJECT = accept_module.Acceptor._reject
@@ -161,10 +195,32 @@ REJECT = accept_module.Acceptor._reject
 def test_rejection_on_a_tree_of_votes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ToyServer(block_size=1, width=2, candidates=3, tree_temperature=0.5)
     monkeypatch.setattr(
-        accept_module.StepRules, "chain", lambda _, size, device: torch.zeros(size).bool()
+        accept_module.StepRules,
+        "under_rejection",
+        lambda _, size, device: torch.zeros(size).bool(),
     )
     monkeypatch.setattr(accept_module.Acceptor, "_reject", reject_on_trees)
     found = distance(server, Sampling())
+    assert not found.is_noise and found.worst_cell > 8, found
+
+
+def likeliest(logits, ids, temperatures, *_):
+    """Planted: the likeliest tokens in order, as if drawn."""
+
+
+def grown_by_what_was_drawn(logits, ids, temperatures, *drawn):
+    """Planted: which nodes a tree has depends on what its draws are."""
+    slot_draws(logits, ids, temperatures, *drawn)
+    tokens, probs = drawn[-2:]
+    given = (logits / temperatures.view(-1, 1, 1, 1)).softmax(-1)[:, 0]
+    probs[..., 0] = given.gather(2, tokens)
+
+
+@pytest.mark.parametrize("planted", [likeliest, grown_by_what_was_drawn])
+def test_a_biased_tree_of_draws_is_seen(planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy_tree, "slot_draws", planted)
+    server = ToyServer(candidates=1, choices=3, width=4, tree_temperature=0.0)
+    found = distance(server, Sampling(1.6))
     assert not found.is_noise and found.worst_cell > 8, found
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import torch
 from sampling_fields import requests_of, sampling_info
 from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices
+from sglang.kernels.ops.speculative.flashmap.slot_draws import slot_draws
 from sglang.kernels.ops.speculative.flashmap.tree import plan_tree
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.speculative.flashmap.accept import Acceptor
@@ -27,7 +28,7 @@ from sglang.srt.speculative.flashmap.penalties import (
     Penalties,
     penalize_block,
 )
-from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
+from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock, draw_weights
 from sglang.srt.speculative.flashmap.verify import Accepted
 
 VOCAB = 5
@@ -180,16 +181,26 @@ class ToyServer:
         scores = logits / temperatures.view(-1, 1, 1).clamp_min(1e-6)
         scores -= torch.empty_like(scores).exponential_(generator=self._generator).log()
         tokens = scores.argmax(-1).view(size, self.candidates, self.block_size)
-        chain = rules.chain(size, tokens.device)
+        rejected = rules.under_rejection(size, tokens.device)
         if self.choices:
             slots = logits.view(size, self.candidates, self.block_size, VOCAB)
             likely, probs = slot_choices(slots, None, temperatures, self.choices)
             block = tokens[:, 0].contiguous()
-            tree = grow_tree(anchors, likely, probs, block, self.width, chain)
+            if self.serve.draws_trees:
+                self._draw(slots, temperatures, rejected, likely, probs)
+                rejected = torch.zeros_like(rejected)
+            tree = grow_tree(anchors, likely, probs, block, self.width, rejected)
         else:
-            tree = plan_tree(anchors, tokens, self.width, chain)
+            tree = plan_tree(anchors, tokens, self.width, rejected)
         draft = DraftBlock(tokens[:, 0], logits[:, : self.block_size], temperatures, tree)
         return draft, VerifyBlock.of_tree(tree)
+
+    def _draw(self, slots, temperatures, rejected, likely, probs) -> None:
+        rows = slots.shape[:3].numel()
+        seeds = torch.randint(1 << 62, (rows,), generator=self._generator)
+        weights = draw_weights(self.block_size, self.choices, slots.device)
+        drawn = temperatures, seeds, torch.arange(rows), 4, rejected, weights
+        slot_draws(slots.contiguous(), None, *drawn, likely, probs)
 
     def _logits(self, text, done, block: VerifyBlock) -> torch.Tensor:
         before = text.gather(1, (done[:, None] - 2).clamp_min(0))

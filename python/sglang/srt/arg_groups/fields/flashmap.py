@@ -60,7 +60,8 @@ class FlashMapSpecFields(msgspec.Struct):
         "FLASHMAP only. Candidate blocks per request, N, drafted in one pass from independent "
         "noise and verified as one tree of their shared prefixes. 0 verifies chains, and so does 1 "
         "without --speculative-flashmap-tree-choices. Requests above "
-        "--speculative-flashmap-tree-temperature get chains in either case.",
+        "--speculative-flashmap-tree-temperature get chains of the first candidate, or with "
+        "choices trees of its draws.",
     ] = 0
     speculative_flashmap_tree_choices: A[
         int,
@@ -75,11 +76,12 @@ class FlashMapSpecFields(msgspec.Struct):
     ] = 32
     speculative_flashmap_tree_temperature: A[
         Optional[float],
-        "FLASHMAP only, with trees. Sampled requests up to this temperature are verified as trees "
-        "by matching the target's own draws, hotter ones as chains by rejection, which accepts "
-        "more there. The distribution is the target's either way; docs/flashmap.md says how to "
-        "find the best value for a draft. Default: 0.8 for trees that grow from "
-        "--speculative-flashmap-tree-choices, 0.3 for others.",
+        "FLASHMAP only, with trees. Sampled requests up to this temperature are verified by "
+        "matching the target's own draws, hotter ones by rejection, which accepts more there: on "
+        "trees of draws with --speculative-flashmap-tree-choices, else (and with "
+        "--speculative-use-block-verification) on chains. The distribution is the target's either "
+        "way; docs/flashmap.md says how to find the best value for a draft. Default: 0.8 for trees "
+        "that grow from --speculative-flashmap-tree-choices, 0.3 for others.",
     ] = None
     speculative_flashmap_verify_width: A[
         str,

@@ -19,6 +19,7 @@ from sglang.srt.speculative.flashmap.plan import StepRules, VerifyBlock
 from sglang.srt.speculative.flashmap.target_probs import greedy_rows, target_probs
 from sglang.srt.speculative.flashmap.verify import (
     Accepted,
+    accept_drawn_tree,
     accept_greedy,
     accept_rejection,
     accept_walk,
@@ -68,7 +69,7 @@ class Acceptor:
         lens = batch.seq_lens.to(torch.int64)
         if self._simulated_length > 0:
             return self._simulate(block, logits, lens, relay)
-        rejected = self._reject(batch, draft, logits) if rules.rejection else None
+        rejected = self._reject(batch, draft, block, logits) if rules.rejection else None
         if rejected is not None and not (rules.greedy or rules.match):
             return rejected
         relay = relay if rejected is None else None
@@ -104,27 +105,34 @@ class Acceptor:
             return drawn
         return torch.where(greedy_rows(info)[:, None], key_tokens(self._argmax(logits)), drawn)
 
-    def _reject(self, batch: "ScheduleBatch", draft: DraftBlock, logits: torch.Tensor) -> Accepted:
-        """Rejection on the chain of candidate 0, whose slot ``i`` is row ``i`` of its window."""
+    def _reject(
+        self,
+        batch: "ScheduleBatch",
+        draft: DraftBlock,
+        block: VerifyBlock,
+        logits: torch.Tensor,
+    ) -> Accepted:
+        """Rejection on a tree of draws, or on the chain of candidate 0, whose slot ``i`` is row
+        ``i`` of its window."""
         info, length = batch.sampling_info, self._serve.num_drafts
         width = self._serve.verify_width
         drafts = draft.tokens[:, :length]
+        proposal = propose(
+            draft.logits[:, :length],
+            drafts,
+            temperatures=draft.temperatures,
+            ids=self._model.draft_ids,
+            column_of=self._model.draft_columns,
+        )
+        draws = dict(seeds=self._seeds(batch), anchors=batch.seq_lens.to(torch.int64))
+        if self._serve.draws_trees:
+            target = target_probs(logits, info, width)
+            return accept_drawn_tree(block.tree, target, proposal, **draws)
         if width > length + 1:  # a window of trees has more rows than a block has slots
             logits = logits.view(-1, width, logits.shape[-1])[:, : length + 1].flatten(0, 1)
-        return accept_rejection(
-            drafts,
-            target_probs(logits, info, length + 1),
-            propose(
-                draft.logits[:, :length],
-                drafts,
-                temperatures=draft.temperatures,
-                ids=self._model.draft_ids,
-                column_of=self._model.draft_columns,
-            ),
-            seeds=self._seeds(batch),
-            anchors=batch.seq_lens.to(torch.int64),
-            block_verification=self._serve.block_verification,
-        )
+        target = target_probs(logits, info, length + 1)
+        block_wise = self._serve.block_verification
+        return accept_rejection(drafts, target, proposal, **draws, block_verification=block_wise)
 
     def _seeds(self, batch: "ScheduleBatch") -> torch.Tensor:
         return self._seed_table.seeds[batch.req_pool_indices.to(torch.int64)]

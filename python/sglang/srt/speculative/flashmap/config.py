@@ -44,7 +44,7 @@ class FlashMapServeConfig:
     tree_budget: int = 32
     """Candidate blocks per batch."""
     tree_temperature: float = 0.3
-    """Sampled requests above it are verified as chains, by rejection, on a server of trees too."""
+    """Sampled requests above it are verified by rejection, on a server of trees too."""
     draft_quantization: str = "none"
     """Weights of the draft: ``none`` as in the checkpoint, ``fp8`` e4m3."""
     jump_bank_size: int = 0
@@ -70,8 +70,13 @@ class FlashMapServeConfig:
         return min(self.block_size, self.verify_width - 1)
 
     def rejects(self, temperature: float) -> bool:
-        """Whether a sampled request of this temperature is verified by rejection, on a chain."""
+        """Whether a sampled request of this temperature is verified by rejection."""
         return not self.trees or temperature > self.tree_temperature
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether rejection goes along trees of draws without replacement, and not chains."""
+        return self.trees and self.tree_choices > 0 and not self.block_verification
 
     def candidates(self, batch_size: int) -> int:
         """Candidate blocks per request of a batch: ``clamp(budget // B, 1, N)``."""

@@ -17,11 +17,12 @@ from dataclasses import dataclass, fields
 from typing import Sequence
 
 import torch
-from sglang.kernels.ops.speculative.flashmap.draft_rows import draft_rows
+from sglang.kernels.ops.speculative.flashmap.draft_rows import DraftRows, draft_rows
 from sglang.kernels.ops.speculative.flashmap.filter_logits import filter_logits
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import scratch_bytes
 from sglang.kernels.ops.speculative.flashmap.slot_choices import slot_choices
+from sglang.kernels.ops.speculative.flashmap.slot_draws import slot_draws
 from sglang.kernels.ops.speculative.flashmap.stage_inputs import stage_inputs
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan, plan_tree
 from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
@@ -29,7 +30,7 @@ from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_bu
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.memory import pool_bytes
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream
-from sglang.srt.speculative.flashmap.plan import first_requests
+from sglang.srt.speculative.flashmap.plan import draw_weights, first_requests
 from sglang.srt.speculative.flashmap.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,9 @@ class DraftInputs:
     """1, or 0 for graph padding, int32."""
     filters: torch.Tensor
     """Top-k, top-p and min-p, 0 for none, float32 ``(B, 3)``."""
-    chain: torch.Tensor
-    """Whether the verify tree is candidate 0 alone, bool; read on a server of trees."""
+    rejected: torch.Tensor
+    """Whether drafts are verified by rejection, bool; read on a server of trees: the tree is then
+    candidate 0 alone, or made of draws without replacement (``draws_trees``)."""
 
     def __iter__(self):
         return iter(getattr(self, field.name) for field in fields(self))
@@ -190,17 +192,34 @@ class Drafter:
         logits = logits.view(*tokens.shape, logits.shape[-1])
         tree = None
         if self.serve.trees:
-            tree = self._plan(inputs, tokens, logits)
+            tree = self._plan(inputs, rows, tokens, logits)
         return DraftBlock(tokens[:, 0], logits[:, 0], inputs.temperatures, tree)
 
-    def _plan(self, inputs: DraftInputs, tokens: torch.Tensor, logits: torch.Tensor) -> TreePlan:
+    def _plan(
+        self, inputs: DraftInputs, rows: DraftRows, tokens: torch.Tensor, logits: torch.Tensor
+    ) -> TreePlan:
         """The trees of candidates ``tokens (B, N, K)`` and their ``logits (B, N, K, Vd)``."""
         width, choices = self.serve.verify_width, self.serve.tree_choices
         if choices == 0:
-            return plan_tree(inputs.anchors, tokens, width, inputs.chain)
+            return plan_tree(inputs.anchors, tokens, width, inputs.rejected)
+        chain = inputs.rejected
         likely, probs = slot_choices(logits, self.model.draft_ids, inputs.temperatures, choices)
+        if self.serve.draws_trees:
+            slot_draws(
+                logits,
+                self.model.draft_ids,
+                inputs.temperatures,
+                rows.seeds,
+                rows.offsets,
+                Stream.DRAFT_TOKEN.value,
+                inputs.rejected,
+                draw_weights(self.serve.block_size, choices, logits.device),
+                likely,
+                probs,
+            )
+            chain = torch.zeros_like(chain)
         block = tokens[:, 0].contiguous()
-        return grow_tree(inputs.anchors, likely, probs, block, width, inputs.chain)
+        return grow_tree(inputs.anchors, likely, probs, block, width, chain)
 
     def pool_bytes(self) -> int:
         """Of the draft KV pool."""

@@ -34,6 +34,8 @@ class RequestTrees:
     """The trees of one request: sums over its verify steps."""
 
     rule: str
+    verified: str
+    """Whether it is applied to a ``tree`` or a ``chain``."""
     steps: int = 0
     tree_nodes: int = 0
     trie_nodes: int = 0
@@ -46,9 +48,8 @@ class RequestTrees:
 
     def averages(self) -> dict[str, Any]:
         """The rule, what it is applied to, and counts per step."""
-        shape = "chain" if self.rule == "rejection" else "tree"
         means = {name: getattr(self, name) / self.steps for name in _COUNTS}
-        return dict(rule=self.rule, verified=shape, **means)
+        return dict(rule=self.rule, verified=self.verified, **means)
 
 
 class TreeStatistics:
@@ -88,13 +89,18 @@ class TreeStatistics:
             # As upstream counts verify steps: overlap scheduling runs one past the end.
             if not (req.is_retracted or req.finished()):
                 if req.spec_tree is None:
-                    req.spec_tree = RequestTrees(request_rule(req.sampling_params, self._serve))
+                    req.spec_tree = self._request(req)
                 req.spec_tree.add(*of_tree)
         for kept, new in ((self._totals, totals), (self._by_rule, by_rule)):
             for name, value in new.items():
                 kept[name] += value
         if self._model_name is not None:
             self._count(totals, by_rule)
+
+    def _request(self, req: "Req") -> RequestTrees:
+        rule = request_rule(req.sampling_params, self._serve)
+        chain = rule == "rejection" and not self._serve.draws_trees
+        return RequestTrees(rule, "chain" if chain else "tree")
 
     def _count(self, totals: dict[str, int], by_rule: dict[str, int]) -> None:
         if self._counters is None:

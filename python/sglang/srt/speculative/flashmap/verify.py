@@ -26,6 +26,14 @@ exact proposal: given the noise the slots are independent draws from ``q_i``):
   ``u_i < h_i = m_i / (m_i + 1 - r_i)`` (``h_γ = r_γ``); sample from
   ``max(r_i p_{i+1} - q_{i+1}, 0)``, after all from ``p_{γ+1}``. Never accepts fewer tokens.
 
+On a tree whose nodes are draws: the children of a node at depth ``i`` are the first of slot
+``i``'s draws without replacement, in that order (``slot_draws``). From the root on, each child is a
+chance (recursive rejection sampling, Jeon et al. 2024, arXiv:2402.14160): it is kept by the
+token-wise rule with what is left of ``p`` and of ``q``; if not, ``p`` goes on as ``max(p - q, 0)``,
+normalised, and ``q`` as ``q`` without that token. Where no child is kept, what is left of ``p`` is
+sampled from. All nodes of a depth may share a list, since a path looks at a slot once; and which
+nodes there are may depend on the context, never on the lists (``plan.draw_weights``).
+
 Rejection needs drafts that are draws from a known ``q``. Nodes of a tree that is cut by votes are
 not, and no ``q`` makes up for it: two rules that look alike, one of them biased.
 
@@ -35,6 +43,7 @@ the whole vocabulary; a greedy batch computes no distribution at all. No step wa
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +51,7 @@ from sglang.kernels.ops.speculative.flashmap.greedy import accept_chain
 from sglang.kernels.ops.speculative.flashmap.noise import uniform_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
 from sglang.kernels.ops.speculative.flashmap.tree import TreePlan
+from sglang.kernels.ops.speculative.flashmap.tree_rejection import reject_tree
 from sglang.kernels.ops.speculative.flashmap.tree_walk import walk_tree
 from sglang.srt.speculative.flashmap.noise import ROWS_PER_ANCHOR, Stream
 from sglang.srt.speculative.flashmap.target_probs import (
@@ -61,6 +71,8 @@ class Proposal:
     """``q_i(x_i) (B, γ)``."""
     ids: torch.Tensor | None
     """Token ids ``(Vd,)`` of the columns; None: the whole vocabulary."""
+    column_of: torch.Tensor | None = None
+    """Its inverse ``(V,)``."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +227,7 @@ def propose(
     heat = torch.where(temperatures > 0, temperatures, 1.0)
     probs = torch.softmax(draft_logits.float() / heat[:, None, None], dim=-1)
     columns = drafts if column_of is None else column_of[drafts].to(torch.int64)
-    return Proposal(probs, probs.gather(2, columns[..., None])[..., 0], ids)
+    return Proposal(probs, probs.gather(2, columns[..., None])[..., 0], ids, column_of)
 
 
 def accept_rejection(
@@ -244,9 +256,53 @@ def accept_rejection(
     else:
         num_correct = (coins * q < p).to(torch.int64).cumprod(dim=1).sum(dim=1)
         scale = torch.ones_like(p[:, 0])
-    weights = _residual(target, proposal, num_correct, scale)
+    kept = num_correct == num_drafts  # all: there is no rejected slot
+    weights = _residual(
+        _row(target, num_correct),
+        proposal,
+        num_correct.clamp_max(num_drafts - 1),
+        torch.where(kept, 1.0, scale),
+        torch.where(kept, 0.0, 1.0),
+    )
     bonus = draw_target(weights, seeds=seeds, anchors=anchors)
     return Accepted.of_chain(drafts, num_correct, bonus)
+
+
+def accept_drawn_tree(
+    tree: TreePlan,
+    target: torch.Tensor,
+    proposal: Proposal,
+    *,
+    seeds: torch.Tensor,
+    anchors: torch.Tensor,
+) -> Accepted:
+    """Rejection along trees whose nodes are draws without replacement.
+
+    Args:
+        tree: of ``B`` requests; a request whose tree is another has an outcome of no meaning.
+        target: ``p (B, W, V)`` float32 after each node; proposal: ``q``.
+        seeds: request seeds ``(B,)``; anchors: anchor positions ``(B,)``, both int64.
+    """
+    width, num_drafts = tree.tokens.shape[1], proposal.probs.shape[1]
+    offsets = anchors * ROWS_PER_ANCHOR
+    path, num_correct, taken = reject_tree(
+        tree.tokens,
+        tree.first_child,
+        tree.next_sibling,
+        target,
+        proposal.probs,
+        proposal.ids,
+        proposal.column_of,
+        uniform_noise(seeds, offsets, width, Stream.ACCEPT_COIN.value),
+        num_drafts + 1,
+    )
+    nodes = path.clamp_min(0).to(torch.int64)
+    last = nodes.gather(1, num_correct[:, None])[:, 0]
+    slot = num_correct.clamp_max(num_drafts - 1)
+    weights = _residual(_row(target, last), proposal, slot, torch.ones_like(taken), taken)
+    bonus = draw_target(weights, seeds=seeds, anchors=anchors)
+    drafts = tree.tokens.gather(1, nodes[:, 1:])
+    return dataclasses.replace(Accepted.of_chain(drafts, num_correct, bonus), path=path)
 
 
 def draw_target(
@@ -269,18 +325,19 @@ def _row(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _residual(
-    target: torch.Tensor, proposal: Proposal, num_correct: torch.Tensor, scale: torch.Tensor
+    p: torch.Tensor,
+    proposal: Proposal,
+    slot: torch.Tensor,
+    scale: torch.Tensor,
+    taken: torch.Tensor,
 ) -> torch.Tensor:
-    """Unnormalised distribution ``(B, V)`` of the token after ``num_correct`` kept drafts."""
-    num_drafts = proposal.probs.shape[1]
-    p = _row(target, num_correct)
-    q = _row(proposal.probs, num_correct.clamp_max(num_drafts - 1))
+    """``max(scale p - taken q, 0) (B, V)`` of ``p (B, V)`` and ``q`` of each row's ``slot (B,)``,
+    unnormalised; ``p`` where nothing is left, as ``p`` and ``q`` agree up to rounding."""
+    q = _row(proposal.probs, slot)
     if proposal.ids is not None:
         q = torch.zeros_like(p).index_copy_(1, proposal.ids, q)
-    residual = (scale[:, None] * p - q).clamp_min(0)
-    # All kept: there is no rejected slot. Empty residual: p and q agree up to rounding.
-    whole = (num_correct == num_drafts) | (residual.sum(dim=1) <= 0)
-    return torch.where(whole[:, None], p, residual)
+    residual = (scale[:, None] * p - taken[:, None] * q).clamp_min(0)
+    return torch.where((residual.sum(dim=1) <= 0)[:, None], p, residual)
 
 
 def _longest_block(

@@ -536,5 +536,5 @@ class FlashMapWorker(BaseSpecWorker):
             inputs,
             temperatures=temperatures,
             filters=filters,
-            chain=rules.chain(size, bonus.device),
+            rejected=rules.under_rejection(size, bonus.device),
         )

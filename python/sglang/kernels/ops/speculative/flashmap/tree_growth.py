@@ -15,8 +15,10 @@ block. Accepted drafts of greedy texts (`benchmark/flashmap/tree_scores.py`, 219
 ``W = 17``): chain 1.37; votes of 8 likeliest blocks 1.37, of 8 blocks sampled at temperature 0.5
 1.85; grown 2.10, of one draw as of 8.
 
-The tree is a deterministic function of the draws and not a sample of the draft: it serves the rules
-that draw the target's token at every node and follow it.
+Grown from probabilities, the tree is a deterministic function of the draft and not a sample of it:
+it serves the rules that draw the target's token at every node and follow it. Grown from weights
+that say nothing of the tokens (``plan.draw_weights``) over lists of draws (:mod:`.slot_draws`), it
+is a sample, and serves rejection.
 
 One program grows one request's tree. It keeps each node's best continuation that is not in the tree
 yet; a step takes the best of these, then works out the next best of its parent and the best of the
