@@ -146,20 +146,18 @@ def test_a_row_does_not_depend_on_its_batch(block: bool) -> None:
         assert torch.equal(alone.bonus, together.bonus[one])
 
 
-def resample_from_target(
-    target: torch.Tensor, proposal: verify.Proposal, num_correct: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
-    return verify._row(target, num_correct)
+def resample_from_target(p, proposal, slot, scale, taken):
+    return p
 
 
-def residual_without_factor(target, proposal, num_correct, scale):
-    return RESIDUAL(target, proposal, num_correct, torch.ones_like(scale))
+def residual_without_factor(p, proposal, slot, scale, taken):
+    return RESIDUAL(p, proposal, slot, torch.ones_like(scale), taken)
 
 
-def columns_for_ids(target, proposal, num_correct, scale):
+def columns_for_ids(p, proposal, slot, scale, taken):
     columns = torch.arange(proposal.probs.shape[-1])
     misplaced = verify.Proposal(proposal.probs, proposal.token_probs, columns)
-    return RESIDUAL(target, misplaced, num_correct, scale)
+    return RESIDUAL(p, misplaced, slot, scale, taken)
 
 
 def small_coins(seeds, offsets, width, stream):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from serving import Server
 from soak_catalog import SHORT, Request, seeded
-from soak_phases import fuzzed_requests, limits, load, watched
+from soak_phases import fuzzed_requests, limits, load, repeated, watched
 from soak_report import Phase
-from soak_servers import answer_all
 
 
 def assert_faultless(phase: Phase) -> None:
@@ -48,10 +47,8 @@ def test_overlapped_trees(trees: Server, requests: list[Request]) -> None:
     assert_faultless(phase)
 
 
-def test_seeds_on_overlapped_trees(chains: Server, trees: Server) -> None:
-    """What is drawn depends neither on the schedule nor on trees, which serve the cooler ones."""
-    drawn = seeded(16, context=SHORT, seed=5)
-    answer_all(chains, drawn)
+def test_seeds_on_overlapped_trees(trees: Server) -> None:
+    """Matched or rejected on trees, alone or in any batch: a seed's text is the same."""
     with watched(trees, "seeds") as phase:
-        load(trees, phase, drawn, 2 * len(drawn), seed=5)
+        repeated(trees, phase, seeded(16, context=SHORT, seed=5), 3)
     assert_faultless(phase)
