@@ -30,7 +30,7 @@ from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_bu
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.memory import pool_bytes
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream
-from sglang.srt.speculative.flashmap.plan import draw_weights, first_requests
+from sglang.srt.speculative.flashmap.plan import draw_weights, first_requests, same_flags
 from sglang.srt.speculative.flashmap.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ class Drafter:
                 likely,
                 probs,
             )
-            chain = torch.zeros_like(chain)
+            chain = same_flags(False, len(chain), chain.device)
         block = tokens[:, 0].contiguous()
         return grow_tree(inputs.anchors, likely, probs, block, width, chain)
 

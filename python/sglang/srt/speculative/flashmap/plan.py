@@ -71,11 +71,11 @@ class StepRules:
         """Requests that are verified by rejection, ``(B,)`` bool."""
         if self.rejected is not None:
             return self.rejected
-        return _same(self.rejection > 0, size, device)
+        return same_flags(self.rejection > 0, size, device)
 
 
 @functools.cache
-def _same(value: bool, size: int, device: torch.device) -> torch.Tensor:
+def same_flags(value: bool, size: int, device: torch.device) -> torch.Tensor:
     """``(size,)`` bool, kept for good."""
     return torch.full((size,), value, device=device)
 
