@@ -131,7 +131,7 @@ def measure(rows: int, name: str, dtype: torch.dtype, tune: bool) -> list[dict]:
     library = microseconds(lambda i: F.linear(x, wide[i]), copies)
     exact = x.double() @ weights[0].double().T
     error = float((skinny_linear(x, weights[0], scale=scale) - exact).norm() / exact.norm())
-    default = default_tiles(rows, n, k, sm_count(x.device))
+    default = default_tiles(rows, n, k, sm_count(x.device), weight_bytes=dtype.itemsize)
     row(ours(default), default)
     if not tune:
         return saved

@@ -1,11 +1,13 @@
-"""On one NVIDIA GPU: caches of other dtypes and prefill CUDA graphs leave FLASHMAP's text alone.
+"""On one NVIDIA GPU: what leaves FLASHMAP's text alone: other caches, prefill graphs, sleep.
 
-    python test/gpu/check_serving.py [--attention-backend fa3] [--checks cache graphs]
+    python test/gpu/check_serving.py [--attention-backend fa3] [--checks cache graphs sleep]
 
 Not collected by pytest: each line starts an engine or two. Models are those of `check_lossless.py`.
 `cache`: with an fp8 KV cache of the target, text with FLASHMAP equals text without it up to
 near-ties, whether the draft's cache is its own dtype (the default) or fp8 too; the accept lengths
 of both are printed. `graphs`: with prefill graphs as without them, texts are equal up to near-ties.
+`sleep`: an engine that released its memory gives nearly all of it back to the GPU, and once resumed
+answers as before, its drafts accepted as before; likewise if only the cache was released.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from check_lossless import write_models
 
 PARAMS = dict(temperature=0.0, max_new_tokens=64, ignore_eos=True)
 
 
-def answers(prompts: list[list[int]], options: argparse.Namespace, **arguments: Any) -> list[dict]:
-    """Greedy answers of an engine that is started with `arguments` and shut down again."""
+def start(options: argparse.Namespace, **arguments: Any) -> Any:
     import sglang
 
     common = dict(
@@ -35,12 +37,47 @@ def answers(prompts: list[list[int]], options: argparse.Namespace, **arguments: 
         log_level="warning",
         chunked_prefill_size=256,
     )
-    engine = sglang.Engine(**common | arguments)
-    found = engine.generate(
+    return sglang.Engine(**common | arguments)
+
+
+def generate(engine: Any, prompts: list[list[int]]) -> list[dict]:
+    """Greedy answers."""
+    return engine.generate(
         input_ids=prompts, sampling_params=PARAMS, return_logprob=True, top_logprobs_num=2
     )
+
+
+def answers(prompts: list[list[int]], options: argparse.Namespace, **arguments: Any) -> list[dict]:
+    """Greedy answers of an engine that is started with `arguments` and shut down again."""
+    engine = start(options, **arguments)
+    found = generate(engine, prompts)
     engine.shutdown()
     return found
+
+
+def sleeps(prompts: list[list[int]], options: argparse.Namespace, **arguments: Any) -> bool:
+    """Whether an engine answers as before once it has slept."""
+    engine = start(
+        options, enable_memory_saver=True, enable_weights_cpu_backup=True, **arguments
+    )
+    awake = generate(engine, prompts)
+    fine = True
+    for tags in (None, ["kv_cache"]):
+        used = [torch.cuda.mem_get_info()[0]]
+        engine.release_memory_occupation(tags)
+        used.append(torch.cuda.mem_get_info()[0])
+        engine.resume_memory_occupation(tags)
+        used.append(torch.cuda.mem_get_info()[0])
+        free = ", ".join(f"{bytes_ / 2**20:.0f}" for bytes_ in used)
+        name = f"slept ({'everything' if tags is None else 'cache'}; MiB free {free})"
+        again = generate(engine, prompts)
+        fine &= compare(name, awake, again, options.max_gap) and used[1] > used[0]
+        lengths = [
+            sum(a["meta_info"]["spec_accept_length"] for a in found) for found in (awake, again)
+        ]
+        fine &= lengths[1] > 0.95 * lengths[0]
+    engine.shutdown()
+    return fine
 
 
 def compare(name: str, plain: list[dict], drafted: list[dict], max_gap: float) -> bool:
@@ -64,7 +101,7 @@ def compare(name: str, plain: list[dict], drafted: list[dict], max_gap: float) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--attention-backend", default="triton")
-    parser.add_argument("--checks", nargs="+", default=["cache", "graphs"])
+    parser.add_argument("--checks", nargs="+", default=["cache", "graphs", "sleep"])
     parser.add_argument("--max-gap", type=float, default=0.02)
     options = parser.parse_args()
     rng = random.Random(0)
@@ -91,6 +128,8 @@ def main() -> None:
             without = answers(prompts, options, **flashmap, disable_prefill_cuda_graph=True)
             graphs = answers(prompts, options, **flashmap)
             fine &= compare("prefill graphs", without, graphs, options.max_gap)
+        if "sleep" in options.checks:
+            fine &= sleeps(prompts, options, **flashmap)
     raise SystemExit(0 if fine else 1)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+import triton
 from sglang.kernels.ops.speculative.flashmap.skinny_linear import (
     Tiles,
     default_tiles,
@@ -129,12 +131,18 @@ def test_more_rows_keep_the_product_in_16_bits(factors: bool, activation: str) -
     torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2e-2)
 
 
+@pytest.mark.parametrize("weight_bytes", [1, 2])
+@pytest.mark.parametrize("shared", [99 << 10, 227 << 10])
 @pytest.mark.parametrize("rows", [1, 16, 17, 64])
 @pytest.mark.parametrize("sms", [80, 132, 148])
-def test_default_tiles_fit(sms: int, rows: int) -> None:
-    """Their scratch fits for every product of a Qwen3-8B draft; no split is empty."""
-    for n, k in [(2048, 2048), (6144, 2048), (8192, 2048), (2048, 8192), (2048, 20480), (40, 64)]:
-        tiles = default_tiles(rows, n, k, sms)
+def test_default_tiles_fit(sms: int, rows: int, shared: int, weight_bytes: int) -> None:
+    """Their scratch and tiles fit for every product of a Qwen3-8B draft; no split is empty."""
+    products = [(2048, 2048), (6144, 2048), (8192, 2048), (2048, 8192), (2048, 20480), (40, 64)]
+    for (n, k), moments in itertools.product(products, [False, True]):
+        tiles = default_tiles(rows, n, k, sms, shared, moments, weight_bytes)
+        deep = tiles.block_k * tiles.num_stages
+        rows_of_x = max(16, triton.next_power_of_2(rows))
+        assert deep * (tiles.block_n * weight_bytes + rows_of_x * 2) <= shared
         assert not tiles.whole or tiles.block_k * tiles.splits == k
         assert tiles.splits * n * 64 <= 1 << 20 and n <= 1024 * tiles.block_n
         share = math.ceil(math.ceil(k / tiles.block_k) / tiles.splits) * tiles.block_k

@@ -72,15 +72,22 @@ def default_tiles(
     sms: int,
     shared: int = 227 << 10,
     moments: bool = False,
+    weight_bytes: int = 2,
 ) -> Tiles:
     """Found on an H200 in the draft of Qwen3-8B (``benchmark/flashmap/draft_tiles.py``).
 
     ``shared``: bytes of shared memory that a program may take (99 kB on Ada); ``moments``: tiles of
-    ``moments_block_n`` output features.
+    ``moments_block_n`` output features; ``weight_bytes``: of an element of the weights.
     """
     ample = shared >= 200 << 10
     if rows <= 16:
         if out_features > 16 * sms and not moments:
+            if weight_bytes == 1 and out_features <= 64 * sms and shared >= 120 << 10:
+                # One program an SM, with more warps to convert with; two narrow ones where tiles
+                # of 64 rows would leave many SMs idle.
+                if 8 * out_features >= 7 * 64 * sms:
+                    return Tiles(64, 256, 1, 1, num_warps=8, num_stages=4)
+                return Tiles(32, 512, 1, 4, num_warps=4, num_stages=3)
             # wgmma's tile of 64 weight rows. Fewer stages let two programs share an SM: slower.
             return Tiles(64, 128, 1, 1, num_warps=4, num_stages=6 if shared >= 120 << 10 else 4)
         if ample and in_features in _WHOLE and not moments:
@@ -383,6 +390,7 @@ def launch_skinny(
             sm_count(x.device),
             shared_bytes(x.device),
             moments_out is not None,
+            weight.element_size(),
         )
         if tiles is None
         else Tiles(*tiles)
