@@ -4,11 +4,12 @@
 #   scripts/train_demo_draft.sh asks SECONDS   answers to prompts from templates, likewise
 #   scripts/train_demo_draft.sh base SECONDS   the one-jump baseline on `data`; run again to go on
 #   scripts/train_demo_draft.sh more SECONDS   the same from there on `data` and `asks`
-#   scripts/train_demo_draft.sh accept SECONDS from there for acceptance at T = 1: the draft that is shipped
+#   scripts/train_demo_draft.sh accept SECONDS from there for acceptance at T = 1
+#   scripts/train_demo_draft.sh finish SECONDS the same from there at a lower rate: the draft that is shipped
 #   scripts/train_demo_draft.sh flow SECONDS   stage 1
 #   scripts/train_demo_draft.sh map SECONDS    stage 2, from the flow's release
-# RUN is the folder of everything (run); steps are set by BASE_STEPS, MORE_STEPS, ACCEPT_STEPS, FLOW_STEPS, MAP_STEPS, whose
-# learning rates come down by then; SECONDS stops a run early and still writes its release. A small model leaves a GPU
+# RUN is the folder of everything (run); steps are set by BASE_STEPS, MORE_STEPS, ACCEPT_STEPS, FINISH_STEPS, FLOW_STEPS, MAP_STEPS,
+# whose learning rates come down by then; SECONDS stops a run early and still writes its release. A small model leaves a GPU
 # idle between launches, so `base` beside `flow` and then `map` cost little more than alone.
 set -eu
 cd "$(dirname "$0")/.."
@@ -60,6 +61,11 @@ accept)
         --init "$RUN/more/release" --labels target --lr 1e-3 --slot-decay 3 --steps "${ACCEPT_STEPS:-5500}" \
         --acceptance-weight 0.8 --acceptance-loss length
     ;;
+finish)
+    "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/finish" --stage one-jump \
+        --init "$RUN/accept/release" --labels target --lr 6e-4 --slot-decay 3 --steps "${FINISH_STEPS:-3200}" \
+        --acceptance-weight 0.8 --acceptance-loss length
+    ;;
 flow)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/flow" --stage flow \
         --lr 2e-3 --steps "${FLOW_STEPS:-3500}"
@@ -69,7 +75,7 @@ map)
         --init "$RUN/flow/release" --data-weight 0.5 --labels target --lr 1e-3 --steps "${MAP_STEPS:-1300}"
     ;;
 *)
-    echo "error: $what is none of data, asks, base, more, accept, flow, map." >&2
+    echo "error: $what is none of data, asks, base, more, accept, finish, flow, map." >&2
     exit 1
     ;;
 esac

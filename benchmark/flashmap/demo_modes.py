@@ -11,7 +11,7 @@ size all prompts are answered greedily, `batch size` at a time; seconds are thos
 prefill included. A row tells how many of its texts are those of `plain`
 token by token: in bfloat16 near-ties of logits fall differently when a forward has more rows, and
 the largest gap between the two best logprobs of `plain` where a text first differs is printed
-beside it.
+beside it. `--speed DRAFT/speed.json` leaves the ratios for the draft's model card.
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ def compare(options: argparse.Namespace) -> None:
         print(f"{name} failed: see {options.out / name}.log", file=sys.stderr)
     if PLAIN in made:
         print("\n".join(table(made)))
+        if options.speed:
+            record = speed_record(made, modes, options.temperature, device_name())
+            options.speed.write_text(json.dumps(record, indent=1) + "\n")
     if options.json:
         options.json.write_text(json.dumps(made))
     if failed:
@@ -175,6 +178,29 @@ def table(made: dict[str, Any]) -> list[str]:
     return rows
 
 
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def speed_record(
+    made: dict[str, Any], modes: dict[str, str], temperature: float, device: str
+) -> dict[str, Any]:
+    """Tokens per second of each mode at each batch size, as `scripts/train/card.py` reads them."""
+    rows = []
+    for size in made[PLAIN]["batches"]:
+        rates = {}
+        for name, result in made.items():
+            row = result["batches"][size]
+            rates[name] = sum(map(len, row["tokens"])) / row["seconds"]
+            ratio, arguments = rates[name] / rates[PLAIN], json.loads(modes[name])
+            rows.append(dict(mode=name, requests=int(size), tokens_per_second=rates[name]))
+            rows[-1] |= dict(ratio=ratio, arguments=arguments)
+    prompts = len(made[PLAIN]["domains"])
+    return dict(device=device, temperature=temperature, prompts=prompts, rows=rows)
+
+
 def _first_difference(one: list[int], other: list[int]) -> int | None:
     if one == other:
         return None
@@ -189,6 +215,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of results and logs")
     parser.add_argument("--json", type=Path, help="save all modes' answers in one file")
+    parser.add_argument("--speed", type=Path, help="save the ratios for the draft's card")
     parser.add_argument("--common", default="{}", help="JSON of every engine's arguments")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--temperature", type=float, default=0.0)

@@ -1,7 +1,8 @@
 """The model card of a draft, README.md and curves.png, from what its folder records.
 
 training.json is written by the trainer, evaluation.json (optional) by `eval_draft.py`, which writes
-the card again. Without matplotlib the card has no picture.
+the card again, speed.json (optional) by `benchmark/flashmap/demo_modes.py --speed`. Without
+matplotlib the card has no picture.
 """
 
 from __future__ import annotations
@@ -43,13 +44,18 @@ def write_card(folder: Path) -> None:
     """Writes README.md and curves.png into a release folder."""
     config = json.loads((folder / "config.json").read_text())
     record = json.loads((folder / "training.json").read_text())
-    path = folder / "evaluation.json"
-    evaluation = json.loads(path.read_text()) if path.exists() else None
+    evaluation, speed = _optional(folder / "evaluation.json"), _optional(folder / "speed.json")
     drawn = draw_curves(folder / "curves.png", record["runs"])
-    (folder / "README.md").write_text(card(config, record, evaluation, drawn))
+    (folder / "README.md").write_text(card(config, record, evaluation, drawn, speed))
 
 
-def card(config: dict, record: dict, evaluation: dict | None, drawn: bool) -> str:
+def _optional(path: Path) -> dict | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def card(
+    config: dict, record: dict, evaluation: dict | None, drawn: bool, speed: dict | None = None
+) -> str:
     """The text of README.md."""
     target = config["target_model"]
     lines = [
@@ -60,7 +66,7 @@ def card(config: dict, record: dict, evaluation: dict | None, drawn: bool) -> st
         "---",
         f"# A FlashMap draft for {target}",
         "",
-        _headline(config, record, evaluation),
+        " ".join([_headline(config, record, evaluation), *_speed_headline(speed)]),
         "",
         f"Serve it: `python -m sglang.launch_server --model-path {target} "
         "--speculative-algorithm FLASHMAP --speculative-draft-model-path DIR`.",
@@ -88,7 +94,38 @@ def card(config: dict, record: dict, evaluation: dict | None, drawn: bool) -> st
         lines += acceptance_table(evaluation)
         if evaluation.get("plot"):
             lines += ["", f"![acceptance of each slot, and its histogram]({evaluation['plot']})"]
+    if speed:
+        lines += ["", "## Speed", *_speed_table(speed)]
     return "\n".join(lines) + "\n"
+
+
+def _speed_headline(speed: dict | None) -> list[str]:
+    """The best mode at the smallest batch size."""
+    if not speed:
+        return []
+    fewest = min(row["requests"] for row in speed["rows"])
+    best = max((r for r in speed["rows"] if r["requests"] == fewest), key=lambda r: r["ratio"])
+    requests = "one request" if fewest == 1 else f"{fewest} requests"
+    return [
+        f"On one {speed['device']}, {best['ratio']:.2f} times plain decoding's tokens per second "
+        f"(T={speed['temperature']:g}, {requests} at a time)."
+    ]
+
+
+def _speed_table(speed: dict) -> list[str]:
+    rows = [
+        f"{speed['prompts']} held-out prompts, T={speed['temperature']:g}, one {speed['device']}, "
+        "plain decoding and each mode in one run (`benchmark/flashmap/demo_modes.py`):",
+        "",
+        "| | requests at a time | tokens per second | of plain decoding's |",
+        "|---|---|---|---|",
+    ]
+    for row in speed["rows"]:
+        flags = " ".join(_flag(name, value) for name, value in row["arguments"].items())
+        name = f"`{flags}`" if flags else row["mode"]
+        rate, ratio = row["tokens_per_second"], row["ratio"]
+        rows.append(f"| {name} | {row['requests']} | {rate:.0f} | {ratio:.2f}× |")
+    return rows
 
 
 def _headline(config: dict, record: dict, evaluation: dict | None) -> str:

@@ -90,4 +90,15 @@ def test_card_tells_data_recipe_and_acceptance(trained) -> None:
     flags = "--speculative-use-block-verification --speculative-eagle-topk 1`"
     assert f"With `--speculative-num-draft-tokens 3 {flags}" in text
     assert "2.25 at T=0" in text and "| code | 0 | 7 | 2.25 | 0.75 | 0.50 |" in text
+    plain = {"mode": "plain", "requests": 1, "tokens_per_second": 400.0, "ratio": 1.0}
+    chain = {"mode": "chain", "requests": 1, "tokens_per_second": 600.0, "ratio": 1.5}
+    rows = [plain | {"arguments": {}}, chain | {"arguments": {"speculative_num_draft_tokens": 9}}]
+    speed = {"device": "GPU", "temperature": 0.0, "prompts": 30, "rows": rows}
+    (release / "speed.json").write_text(json.dumps(speed))
+    write_card(release)
+    text = (release / "README.md").read_text()
+    assert "On one GPU, 1.50 times plain decoding's tokens per second (T=0, one request" in text
+    assert "| plain | 1 | 400 | 1.00× |" in text
+    assert "| `--speculative-num-draft-tokens 9` | 1 | 600 | 1.50× |" in text
+    (release / "speed.json").unlink()
     (release / "evaluation.json").unlink()
