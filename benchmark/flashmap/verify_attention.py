@@ -429,27 +429,30 @@ def compare(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def crossover(rows: list[dict]) -> dict[tuple[int, int], dict[tuple[bool, int], int]]:
+def crossover(rows: list[dict]) -> dict[tuple[int, int], dict[tuple[bool, int], dict[int, int]]]:
     """`UP_TO` of srt/layers/attention/verify_crossover.py, for a GPU's full set of rows.
 
-    The largest batch up to which, at every context, split-KV takes at most 10 % longer than the
-    fastest other column, and less on geometric average; 0 if there is none.
+    For each context the largest batch up to which, at every context up to there, split-KV takes at
+    most 10 % longer than the fastest other column, and less on geometric average; 0 if there is
+    none.
     """
-    table: dict[tuple[int, int], dict[tuple[bool, int], int]] = {}
-    ratios: dict[tuple, dict[int, list[float]]] = {}
+    table: dict[tuple[int, int], dict[tuple[bool, int], dict[int, int]]] = {}
+    ratios: dict[tuple, dict[tuple[int, int], float]] = {}
     for row in rows:
         others = [row[name] for name in COLUMNS[1:] if name in row]
         missing = "splitkv" not in row or not others
         key = tuple(row["capability"]), row["tree"], row["length"] * HEADS // KV_HEADS
         ratio = float("inf") if missing else row["splitkv"] / min(others)
-        ratios.setdefault(key, {}).setdefault(row["batch"], []).append(ratio)
-    for (capability, tree, query_rows), by_batch in ratios.items():
-        upto = {
-            most: [r for batch, some in by_batch.items() if batch <= most for r in some]
-            for most in by_batch
-        }
-        best = [m for m, some in upto.items() if max(some) <= 1.1 and math.prod(some) < 1]
-        table.setdefault(capability, {})[tree, query_rows] = max(best, default=0)
+        ratios.setdefault(key, {})[row["context"], row["batch"]] = ratio
+    for (capability, tree, query_rows), cells in ratios.items():
+        upto = table.setdefault(capability, {}).setdefault((tree, query_rows), {})
+        batches = sorted({batch for _, batch in cells})
+        for context in sorted({context for context, _ in cells}):
+            upto[context] = 0
+            for most in batches:
+                some = [r for (c, b), r in cells.items() if c <= context and b <= most]
+                if max(some) <= 1.1 and math.prod(some) < 1:
+                    upto[context] = most
     return table
 
 

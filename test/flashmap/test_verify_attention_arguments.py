@@ -126,16 +126,35 @@ def test_a_name_that_contradicts_the_flag_is_refused(resolve: Callable) -> None:
 
 
 def test_crossover_takes_measured_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {(9, 0): {(True, 68): 64, (True, 260): 4, (False, 68): 0}}
+    far = verify_crossover.FAR
+    table = {
+        (9, 0): {
+            (True, 68): {far: 64},
+            (True, 260): {2048: 16, far: 4},
+            (False, 68): {far: 0},
+            (True, 40): {2048: 64},
+        }
+    }
     monkeypatch.setattr(verify_crossover, "UP_TO", table)
 
-    def prefers(capability=(9, 0), tree=True, rows=68, head_dim=128, requests=None) -> bool:
+    def prefers(
+        capability=(9, 0), tree=True, rows=68, head_dim=128, requests=None, context=1 << 20
+    ) -> bool:
         return prefers_splitkv(
-            capability, tree=tree, rows=rows, head_dim=head_dim, requests=requests
+            capability,
+            tree=tree,
+            rows=rows,
+            head_dim=head_dim,
+            requests=requests,
+            context=context,
         )
 
     assert prefers() and prefers(rows=52) and prefers(requests=500)
     assert prefers(rows=200, requests=4) and not prefers(rows=200, requests=5)
+    assert prefers(rows=260, requests=16, context=2048)
+    assert not prefers(rows=260, requests=16, context=2049)
+    # Not measured beyond.
+    assert prefers(rows=40, context=2048) and not prefers(rows=40, requests=1, context=2049)
     assert not any(prefers(rows=rows, requests=1) for rows in (17, 69, 190, 261))
     assert not prefers(tree=False, requests=1)
     assert not prefers(capability=(8, 0)) and not prefers(head_dim=64)

@@ -121,4 +121,5 @@ def _is_best(server_args: Any) -> bool:
         rows=cfg.speculative_num_draft_tokens * heads // kv_heads,
         head_dim=model_config.head_dim,
         requests=cfg.max_running_requests,
+        context=model_config.context_len,
     )
