@@ -113,8 +113,13 @@ ACCEPTED = {
         dict(
             speculative_eagle_topk=2,
             speculative_num_draft_tokens=33,
-            speculative_flashmap_tree_temperature=0.8,
+            speculative_flashmap_tree_temperature=0.6,
         ),
+    ),
+    "grown-trees-and-chains": (
+        "--speculative-flashmap-tree-candidates 1 --speculative-flashmap-tree-choices 8 "
+        "--speculative-use-block-verification",
+        dict(speculative_num_draft_tokens=9, speculative_flashmap_tree_temperature=0.8),
     ),
     "trees-of-cold-requests": (
         "--speculative-flashmap-tree-candidates 1 --speculative-flashmap-tree-choices 8 "
@@ -337,6 +342,19 @@ def test_logit_processors_end_overlap(device: str, monkeypatch: pytest.MonkeyPat
     declared.clear()
     flashmap_hook._resolve_schedule(None)
     assert not declared
+
+
+@pytest.mark.parametrize(
+    "device, trees, block, width",
+    [
+        *(("cuda", False, 16, 16), ("cuda", True, 16, 16), ("cuda:0", False, 8, 8)),
+        *(("cuda", False, 12, 13), ("cuda", False, 1, 2)),
+        *(("cpu", False, 16, 5), ("cpu", False, 3, 4), ("cpu", True, 16, 17)),
+    ],
+)
+def test_default_verify_width(device: str, trees: bool, block: int, width: int) -> None:
+    cfg, config = SimpleNamespace(device=device), SimpleNamespace(block_size=block)
+    assert flashmap_hook._default_verify_width(cfg, config, trees) == width
 
 
 def test_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 # Backends that verify chains and trees of drafts, by device.
 VERIFY_BACKENDS = {"cuda": ("fa3", "flashinfer", "triton"), "cpu": ("torch_native",)}
-# Default verify width of chains on a CPU; docs/benchmarks.md has the measurement.
-CPU_VERIFY_WIDTH = 5
+# Default verify width of chains on a CPU, and what it is a multiple of on a GPU if that takes no
+# more than one draft; docs/benchmarks.md has the measurements.
+CPU_VERIFY_WIDTH, GPU_ROWS = 5, 8
 # Of a draft: these read safetensors files, and nothing else of its folder.
 DRAFT_LOAD_FORMATS = ("safetensors", "fastsafetensors", "instanttensor", "dummy")
 
@@ -230,11 +231,14 @@ def _verifies_trees(cfg: Any) -> bool:
 
 
 def _tree_temperature(cfg: Any) -> float:
-    """Of the flag, or where trees are accepted longer than chains by docs/benchmarks.md."""
+    """Of the flag, or up to which matching is accepted longest by docs/benchmarks.md: longer than
+    trees of draws, or than chains where hotter requests get those."""
     given = cfg.speculative_flashmap_tree_temperature
     if given is not None:
         return given
-    return 0.8 if cfg.speculative_flashmap_tree_choices else 0.3
+    if not cfg.speculative_flashmap_tree_choices:
+        return 0.3
+    return 0.8 if cfg.speculative_use_block_verification else 0.6
 
 
 def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
@@ -324,18 +328,20 @@ def _resolve_verify_width(server_args: Any, config: FlashMapConfig) -> int:
 
 
 def _default_verify_width(cfg: Any, config: FlashMapConfig, trees: bool) -> int:
-    """``K + 1``; for chains on a CPU, where a row of a verify forward is never free, fewer."""
+    """``K + 1``, or a little less: a GPU multiplies rows and heads in tiles that ``K`` rows fill
+    and one more would spill over; on a CPU no row of a verify forward is free."""
     whole = config.block_size + 1
-    if cfg.device != "cpu" or trees or whole <= CPU_VERIFY_WIDTH:
-        return whole
-    logger.info(
-        "FLASHMAP: on a CPU %d of %d drafts are verified a step; --speculative-num-draft-tokens %d "
-        "verifies all.",
-        CPU_VERIFY_WIDTH - 1,
-        config.block_size,
-        whole,
-    )
-    return CPU_VERIFY_WIDTH
+    if cfg.device == "cpu":
+        width = whole if trees else min(whole, CPU_VERIFY_WIDTH)
+    else:
+        width = whole - 1 if config.block_size % GPU_ROWS == 0 else whole
+    if width < whole:
+        logger.info(
+            "FLASHMAP: on a %s %d of %d drafts are verified a step; "
+            "--speculative-num-draft-tokens %d verifies all.",
+            *("CPU" if cfg.device == "cpu" else "GPU", width - 1, config.block_size, whole),
+        )
+    return width
 
 
 def _check_architecture(cfg: Any, config: FlashMapConfig) -> None:

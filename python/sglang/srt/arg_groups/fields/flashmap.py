@@ -86,7 +86,7 @@ class FlashMapSpecFields(msgspec.Struct):
     speculative_flashmap_verify_width: A[
         str,
         "FLASHMAP only. Rows per request in a verify forward, W: the last token and W - 1 drafts. "
-        "The same as --speculative-num-draft-tokens; 'auto' is the block size plus one.",
+        "The same as --speculative-num-draft-tokens; 'auto' is the block size, or one more.",
     ] = "auto"
     speculative_flashmap_draft_quantization: A[
         Literal["none", "fp8"],
