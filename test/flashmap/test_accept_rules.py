@@ -156,7 +156,7 @@ def residual_without_factor(p, proposal, slot, scale, taken):
 
 def columns_for_ids(p, proposal, slot, scale, taken):
     columns = torch.arange(proposal.probs.shape[-1])
-    misplaced = verify.Proposal(proposal.probs, proposal.token_probs, columns)
+    misplaced = verify.Proposal(proposal.probs, columns)
     return RESIDUAL(p, misplaced, slot, scale, taken)
 
 

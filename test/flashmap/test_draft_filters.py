@@ -39,7 +39,6 @@ def verify(
     ).view(DRAWS, DRAFTS)
     proposal = propose(
         rows.view(DRAWS, DRAFTS, VOCAB),
-        drafts,
         temperatures=temperatures,
         ids=None,
         column_of=None,

@@ -230,8 +230,8 @@ def test_rejection_at_another_temperature_than_the_drafts_is_seen(
 ) -> None:
     """Planted: drawn at 0.7 of the requests' temperature, divided by `q` at all of it."""
 
-    def propose_at_the_requests(logits, drafts, *, temperatures, **vocabulary):
-        return propose(logits, drafts, temperatures=temperatures / 0.7, **vocabulary)
+    def propose_at_the_requests(logits, *, temperatures, **vocabulary):
+        return propose(logits, temperatures=temperatures / 0.7, **vocabulary)
 
     monkeypatch.setattr(accept_module, "propose", propose_at_the_requests)
     server = ToyServer(tree_temperature=0.0, draft_temperature=0.7, block_verification=block)
@@ -254,7 +254,6 @@ def test_the_published_bias_of_a_majority_of_three() -> None:
         target.expand(draws, 2, -1),
         propose(
             q.log().expand(draws, 1, -1),
-            drafts,
             temperatures=torch.ones(draws),
             ids=None,
             column_of=None,

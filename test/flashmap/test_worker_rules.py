@@ -114,7 +114,6 @@ def test_each_row_of_a_mixed_batch_follows_its_own_rule(block: bool, restricted:
     probs[2] = filtered / filtered.sum(-1, keepdim=True)
     proposal = propose(
         draft.logits[:, : WIDTH - 1],
-        drafts,
         temperatures=torch.tensor([0.6, 1.0, 1.1]),
         ids=acceptor._model.draft_ids,
         column_of=acceptor._model.draft_columns,

@@ -103,7 +103,7 @@ class ToyChain:
             column_of = torch.zeros(VOCAB, dtype=torch.int32)
             column_of[self.ids] = torch.arange(len(self.ids), dtype=torch.int32)
         proposal = propose(
-            logits, drafts, temperatures=temperatures, ids=self.ids, column_of=column_of
+            logits, temperatures=temperatures, ids=self.ids, column_of=column_of
         )
         prefixes = [tuple(drafts[:, :i].T) for i in range(steps + 1)]
         target = torch.stack(

@@ -116,10 +116,8 @@ class Acceptor:
         ``i`` of its window."""
         info, length = batch.sampling_info, self._serve.num_drafts
         width = self._serve.verify_width
-        drafts = draft.tokens[:, :length]
         proposal = propose(
             draft.logits[:, :length],
-            drafts,
             temperatures=draft.temperatures,
             ids=self._model.draft_ids,
             column_of=self._model.draft_columns,
@@ -131,7 +129,7 @@ class Acceptor:
         if width > length + 1:  # a window of trees has more rows than a block has slots
             logits = logits.view(-1, width, logits.shape[-1])[:, : length + 1].flatten(0, 1)
         target = target_probs(logits, info, length + 1)
-        block_wise = self._serve.block_verification
+        drafts, block_wise = draft.tokens[:, :length], self._serve.block_verification
         return accept_rejection(drafts, target, proposal, **draws, block_verification=block_wise)
 
     def _seeds(self, batch: "ScheduleBatch") -> torch.Tensor:

@@ -67,12 +67,15 @@ class Proposal:
 
     probs: torch.Tensor
     """``q (B, γ, Vd)`` float32, at the temperatures drafts were drawn at."""
-    token_probs: torch.Tensor
-    """``q_i(x_i) (B, γ)``."""
     ids: torch.Tensor | None
     """Token ids ``(Vd,)`` of the columns; None: the whole vocabulary."""
     column_of: torch.Tensor | None = None
     """Its inverse ``(V,)``."""
+
+    def of(self, drafts: torch.Tensor) -> torch.Tensor:
+        """``q_i(x_i) (B, γ)`` of ``drafts (B, γ)``."""
+        columns = drafts if self.column_of is None else self.column_of[drafts].to(torch.int64)
+        return self.probs.gather(2, columns[..., None])[..., 0]
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,6 @@ def draw_nodes(
 
 def propose(
     draft_logits: torch.Tensor,
-    drafts: torch.Tensor,
     *,
     temperatures: torch.Tensor,
     ids: torch.Tensor | None,
@@ -220,14 +222,12 @@ def propose(
 
     Args:
         draft_logits: ``(B, γ, Vd)``.
-        drafts: token ids ``(B, γ)``.
         temperatures: ``(B,)``; a row at 0 (greedy: its proposal is not used) is taken at 1.
         ids, column_of: the draft vocabulary ``(Vd,)`` and its inverse ``(V,)``, or None.
     """
     heat = torch.where(temperatures > 0, temperatures, 1.0)
     probs = torch.softmax(draft_logits.float() / heat[:, None, None], dim=-1)
-    columns = drafts if column_of is None else column_of[drafts].to(torch.int64)
-    return Proposal(probs, probs.gather(2, columns[..., None])[..., 0], ids, column_of)
+    return Proposal(probs, ids, column_of)
 
 
 def accept_rejection(
@@ -250,7 +250,7 @@ def accept_rejection(
     offsets = anchors * ROWS_PER_ANCHOR
     coins = uniform_noise(seeds, offsets, num_drafts, Stream.ACCEPT_COIN.value)
     p = target[:, :-1].gather(2, drafts[..., None])[..., 0]
-    q = proposal.token_probs
+    q = proposal.of(drafts)
     if block_verification:
         num_correct, scale = _longest_block(coins, p, q, target, proposal)
     else:
