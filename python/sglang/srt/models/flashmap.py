@@ -24,12 +24,10 @@ candidates of one request side by side, so that the request's context is read on
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, fields
 from typing import Callable, Iterable, Iterator, Optional, Union
 
 import torch
-import torch.nn.functional as F
 from sglang.kernels.ops.speculative.flashmap.block_attention import block_self_attention
 from sglang.kernels.ops.speculative.flashmap.context_kv import write_context_kv
 from sglang.kernels.ops.speculative.flashmap.fp8_linear import can_quantize
@@ -54,6 +52,7 @@ from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.folded_noise import FoldedNoise, NormedNoise
 from sglang.srt.speculative.flashmap.jump_bank import BankNoise, JumpBank, Prediction
 from sglang.srt.speculative.flashmap.memory import parameter_bytes
+from sglang.srt.speculative.flashmap.network import AdaLN, Layer, Norm, TimeEmbedding
 from sglang.srt.speculative.flashmap.noise import Stream, noise_factor
 from sglang.srt.speculative.flashmap.projection import Modulation, Projection
 from sglang.srt.speculative.flashmap.residual import FusedStream, ModulatedStream
@@ -66,75 +65,6 @@ _CONTEXT_CHUNK = 4096
 _VOCAB_CHUNK = 8192
 # Clamp of 1 - s in the posterior's scale s / (1 - s)², as the weights were trained.
 _MIN_REMAINING_TIME = 1e-3
-
-
-class _Norm(nn.Module):
-    """Holds ``weight (dim,)`` of an RMSNorm."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim), requires_grad=False)
-
-
-class _TimeEmbedding(nn.Module):
-    """Sinusoidal features of a time in [0, 1], then an MLP: ``(n,) -> (n, cond_dim)``."""
-
-    def __init__(self, config: FlashMapConfig) -> None:
-        super().__init__()
-        self.dim, self.scale = config.time_embed_dim, config.time_scale
-        self.linear_1 = nn.Linear(config.time_embed_dim, config.cond_dim)
-        self.linear_2 = nn.Linear(config.cond_dim, config.cond_dim)
-
-    def forward(self, t: torch.Tensor) -> torch.Tensor:
-        half = self.dim // 2
-        exponents = torch.arange(half, device=t.device, dtype=torch.float32) / half
-        angles = (t.float() * self.scale)[:, None] * torch.exp(-math.log(10000.0) * exponents)
-        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.linear_2(F.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
-
-
-class _AdaLN(nn.Module):
-    """Holds the projection of the time conditioning to ``(scale, shift, gate)``."""
-
-    def __init__(self, config: FlashMapConfig) -> None:
-        super().__init__()
-        self.linear = nn.Linear(config.cond_dim, 3 * config.hidden_size)
-
-    def modulation(self, cond: torch.Tensor) -> "Modulation":
-        scale, shift, gate = self.linear(F.silu(cond))[0].chunk(3)
-        return Modulation((1 + scale).contiguous(), shift.contiguous(), gate.contiguous())
-
-
-class _Attention(nn.Module):
-    """Holds the projections and q/k norms of one attention."""
-
-    def __init__(self, config: FlashMapConfig) -> None:
-        super().__init__()
-        dim, kv_dim = config.hidden_size, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(dim, dim, bias=False)
-        self.k_proj = nn.Linear(dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(dim, dim, bias=False)
-        self.q_norm = _Norm(config.head_dim)
-        self.k_norm = _Norm(config.head_dim)
-
-
-class _MLP(nn.Module):
-    def __init__(self, config: FlashMapConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-
-class _Layer(nn.Module):
-    def __init__(self, config: FlashMapConfig) -> None:
-        super().__init__()
-        self.self_attn_adaln = _AdaLN(config)
-        self.self_attn = _Attention(config)
-        self.cross_attn_adaln = _AdaLN(config)
-        self.cross_attn = _Attention(config)
-        self.mlp_adaln = _AdaLN(config)
-        self.mlp = _MLP(config)
 
 
 @dataclass(frozen=True)
@@ -212,17 +142,17 @@ class FlashMapDraftModel(nn.Module):
         self.config = config
         dim, target_dim = config.hidden_size, config.target_hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * target_dim, dim, bias=False)
-        self.hidden_norm = _Norm(dim)
+        self.hidden_norm = Norm(dim)
         self.anchor_proj = nn.Linear(target_dim, dim)
-        self.anchor_norm = _Norm(dim)
-        self.state_norm = _Norm(target_dim)
-        self.noise_norm = _Norm(target_dim)
+        self.anchor_norm = Norm(dim)
+        self.state_norm = Norm(target_dim)
+        self.noise_norm = Norm(target_dim)
         self.noise_gate = nn.Parameter(torch.ones(1), requires_grad=False)
         self.x_embed = nn.Linear(target_dim, dim)
-        self.time_embed = _TimeEmbedding(config)
-        self.jump_embed = _TimeEmbedding(config)
-        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
-        self.final_adaln = _AdaLN(config)
+        self.time_embed = TimeEmbedding(config)
+        self.jump_embed = TimeEmbedding(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.final_adaln = AdaLN(config)
         self.head = nn.Linear(dim, target_dim)
         self.requires_grad_(False)
 
