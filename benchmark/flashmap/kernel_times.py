@@ -284,7 +284,7 @@ def rows(batch: int, candidates: int, context: int, dtype: torch.dtype) -> Itera
             lambda args=args_choices: slot_choices(*args),
             lambda args=args_choices: slot_choices_torch(*args),
         )
-        drawing = (torch.ones_like(chain), torch.ones(SLOTS, CHOICES, device="cuda"))
+        drawing = (torch.ones_like(chain), torch.ones(16, CHOICES, device="cuda"))
         numbers = seeds[: batch * draws * SLOTS]
         args_draws = (*args_choices[:3], numbers, numbers, 1, *drawing)
         args_draws += (choices.clone(), probs.clone())

@@ -198,7 +198,7 @@ class ToyServer:
     def _draw(self, slots, temperatures, rejected, likely, probs) -> None:
         rows = slots.shape[:3].numel()
         seeds = torch.randint(1 << 62, (rows,), generator=self._generator)
-        weights = draw_weights(self.block_size, self.choices, slots.device)
+        weights = draw_weights(self.choices, slots.device)
         drawn = temperatures, seeds, torch.arange(rows), 4, rejected, weights
         slot_draws(slots.contiguous(), None, *drawn, likely, probs)
 

@@ -139,7 +139,7 @@ def launch_everything(dtype: torch.dtype, pool_dtypes: list[torch.dtype]) -> Non
         logits = torch.zeros(1, draws, ROWS, 5000, dtype=dtype)
         tokens, probs = slot_choices.slot_choices_triton(logits, ids, torch.zeros(1), count)
         rows = torch.zeros(draws * ROWS, dtype=torch.int64)
-        profile = torch.zeros(ROWS, count)
+        profile = torch.zeros(16, count)
         for splits in (1, 3):
             slot_draws.slot_draws_triton(
                 *(logits, ids, torch.zeros(1), rows, rows, 1, longs[:1] > 0, profile),

@@ -213,7 +213,7 @@ class Drafter:
                 rows.offsets,
                 Stream.DRAFT_TOKEN.value,
                 inputs.rejected,
-                draw_weights(self.serve.block_size, choices, logits.device),
+                draw_weights(choices, logits.device),
                 likely,
                 probs,
             )

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
 RULES = ("greedy", "match", "rejection")
+# Profiles of how much a slot's draws are worth.
+_LEVELS = 16
 
 
 def request_rule(params: "SamplingParams", serve: FlashMapServeConfig) -> str:
@@ -81,18 +83,24 @@ def same_flags(value: bool, size: int, device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def draw_weights(slots: int, count: int, device: torch.device) -> torch.Tensor:
-    """How likely draw ``r`` of a slot is the one accepted, ``(slots, count)`` float32, kept for
-    good: what trees of draws grow by, so that their nodes depend on nothing that was drawn.
+def draw_weights(count: int, device: torch.device) -> torch.Tensor:
+    """How likely draw ``r`` of a slot is the one accepted, ``(_LEVELS, count)`` float32 by the
+    likelihood ``t`` of the slot's likeliest token, kept for good: what trees of draws grow by, so
+    that their nodes depend on the draft's distributions but on nothing that was drawn.
 
-    Half of the first draws are accepted and ``1 / (2 (r + 1))`` of the ``r``-th that is reached;
-    measured of the demo target's draft at temperature 1: 0.53, 0.22, 0.22, 0.14, 0.11, 0.07 at the
-    first slot, 0.3 to 0.5 and 0.13 to 0.24 at the first two draws of later ones.
+    Of the first draws ``0.2 + 0.7 t`` are accepted, and ``(0.4 + 0.4 t) / (r + 1)`` of the
+    ``r``-th (from 1 on) that is reached. Measured of the demo target's draft at temperatures 1, 0.7
+    and 0.4 (docs/benchmarks.md): at ``t`` near 0.1, 0.5 and 0.95 0.28, 0.52 and 0.84 of the
+    first draws at 1, likewise 0.2, 0.36 and 0.82 at 0.7; 0.1 to 0.2 of second ones below 0.5 and
+    0.2 to 0.4 above.
     """
+    likelihood = (torch.arange(_LEVELS, dtype=torch.float64)[:, None] + 0.5) / _LEVELS
     rank = torch.arange(count, dtype=torch.float64)
-    accepted = 0.5 / (rank + 1)
-    reached = torch.cat((rank.new_ones(1), (1 - accepted).cumprod(0)[:-1]))
-    return (reached * accepted).float().to(device).expand(slots, -1).contiguous()
+    accepted = (0.4 + 0.4 * likelihood) / (rank + 1)
+    accepted[:, :1] = 0.2 + 0.7 * likelihood
+    reached = (1 - accepted).cumprod(1).roll(1, 1)
+    reached[:, 0] = 1
+    return (reached * accepted).float().to(device)
 
 
 @dataclass(frozen=True)

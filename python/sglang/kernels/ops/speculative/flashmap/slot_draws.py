@@ -3,8 +3,9 @@
 Rejection on a tree is unbiased if the children of a node are draws from the draft, and if which
 nodes there are does not depend on what was drawn. :mod:`.slot_choices` lists the likeliest tokens
 instead, with their own likelihoods; here a slot's list is its first draws without replacement, and
-what :func:`~.tree_growth.grow_tree` grows by is a static profile of how much a slot's first, second
-... draw is worth.
+what :func:`~.tree_growth.grow_tree` grows by is a profile of how much a slot's first, second ...
+draw is worth, which may depend on ``q`` but not on what was drawn from it: profiles are listed by
+the likelihood of a slot's likeliest token, as a draft that is sure of a slot is right more often.
 
 The ``count`` largest of ``logits / temperature`` + Gumbel noise, in order of falling key, are an
 ordered sample without replacement from the softmax: each is a draw from what the ones before left
@@ -53,7 +54,8 @@ def slot_draws_torch(
 ) -> None:
     """Reference of :func:`slot_draws`."""
     _, draws, slots, vocab = logits.shape
-    count = weights.shape[1]
+    levels, count = weights.shape
+    level = (probs[:, :, :count, 0].amax(-1) * levels).long().clamp_max(levels - 1)
     heat = torch.where(temperatures > 0, temperatures, 1.0)
     seeds, offsets = (x.view(-1, draws, slots)[:, 0].flatten() for x in (seeds, offsets))
     rows_drawn = drawn.repeat_interleave(slots).nonzero().squeeze(1)
@@ -66,7 +68,8 @@ def slot_draws_torch(
             # Not topk, which does not say which of equal keys it takes.
             key, column = keys.max(dim=1)
             tokens[request, slot, u] = column if ids is None else ids[column]
-            probs[request, slot, u, 0] = torch.where(key > float("-inf"), weights[slot, u], 0.0)
+            worth = weights[level[request, slot], u]
+            probs[request, slot, u, 0] = torch.where(key > float("-inf"), worth, 0.0)
             keys.scatter_(1, column[:, None], float("-inf"))
 
 
@@ -145,6 +148,7 @@ def _merge_keys_kernel(
     K: tl.constexpr,
     KEPT: tl.constexpr,
     COUNT: tl.constexpr,
+    LEVELS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     BLOCK_KEPT: tl.constexpr,
     BLOCK_U: tl.constexpr,
@@ -159,10 +163,15 @@ def _merge_keys_kernel(
     slot = tl.program_id(1)
     none: tl.constexpr = 1 << 30
     row = request * K + slot
+    u = tl.arange(0, BLOCK_U)
+    likeliest = tl.max(
+        tl.load(probs_ptr + (row * (N * COUNT) + u) * N, mask=u < COUNT, other=0.0), 0
+    )
+    level = tl.minimum((likeliest * LEVELS).to(tl.int32), LEVELS - 1)
+    tl.debug_barrier()  # no warp writes over what another has yet to read
     kept = tl.arange(0, BLOCK_KEPT)
     key = tl.load(keys_ptr + row * KEPT + kept, mask=kept < KEPT, other=float("-inf"))
     column = tl.load(columns_ptr + row * KEPT + kept, mask=kept < KEPT, other=none)
-    u = tl.arange(0, BLOCK_U)
     draw = tl.zeros((BLOCK_U,), tl.int32)
     draw_key = tl.full((BLOCK_U,), float("-inf"), tl.float32)
     for place in range(COUNT):
@@ -172,7 +181,7 @@ def _merge_keys_kernel(
         draw_key = tl.where(u == place, top, draw_key)
         key = tl.where(column == top_column, float("-inf"), key)
     exists = draw_key > float("-inf")
-    weight = tl.load(weights_ptr + slot * COUNT + u, mask=exists, other=0.0)
+    weight = tl.load(weights_ptr + level * COUNT + u, mask=exists, other=0.0)
     token = tl.where(exists, draw, 0).to(tl.int64)
     if HAS_IDS:
         token = tl.load(ids_ptr + token, mask=u < COUNT, other=0)
@@ -198,12 +207,12 @@ def slot_draws_triton(
 ) -> None:
     """Launcher of :func:`slot_draws`; ``splits`` overrides the number of vocabulary splits."""
     batch, draws, slots, vocab = logits.shape
-    count = weights.shape[1]
+    levels, count = weights.shape
     assert temperatures.shape == drawn.shape == (batch,)
     assert temperatures.dtype == torch.float32 and drawn.dtype == torch.bool
     assert seeds.shape == offsets.shape == (batch * draws * slots,)
     assert seeds.dtype == offsets.dtype == tokens.dtype == torch.int64
-    assert weights.shape == (slots, count) and weights.dtype == probs.dtype == torch.float32
+    assert weights.dtype == probs.dtype == torch.float32
     assert tokens.shape == (batch, slots, draws * count) and probs.shape == (*tokens.shape, draws)
     assert ids is None or (
         ids.shape == (vocab,) and ids.dtype == torch.int64 and ids.is_contiguous()
@@ -251,6 +260,7 @@ def slot_draws_triton(
         K=slots,
         KEPT=kept,
         COUNT=count,
+        LEVELS=levels,
         HAS_IDS=ids is not None,
         BLOCK_KEPT=block_kept,
         BLOCK_U=triton.next_power_of_2(draws * count),
@@ -300,9 +310,10 @@ def slot_draws(
 
     Of a request that asks for draws, ``tokens[b, k, u]`` for ``u < count`` is the draw ``u`` of
     slot ``k`` of candidate 0, the first being what ``sample_draft`` draws for that row; other
-    tokens stay. ``probs[b, k, u, 0]`` is ``weights[k, u]`` where there is a draw ``u``, and all
-    other ``probs`` are 0. The draws end when the columns above -inf do; a token without a draw
-    is that of column 0.
+    tokens stay. ``probs[b, k, u, 0]`` is ``weights[h, u]`` where there is a draw ``u``, and all
+    other ``probs`` are 0, with ``h`` the largest of ``probs[b, k, :count, 0]`` times ``H``, rounded
+    down and at most ``H - 1``. The draws end when the columns above -inf do; a token without a
+    draw is that of column 0.
 
     Args:
         logits: ``(B, N, K, V)`` float32, bfloat16 or float16, contiguous; -inf leaves a column out.
@@ -312,9 +323,10 @@ def slot_draws(
         seeds, offsets: ``(B N K,)`` int64, of the rows of ``logits`` as ``sample_draft`` has them.
         stream: as there.
         drawn: ``(B,)`` bool; requests that are false keep their ``tokens`` and ``probs``.
-        weights: ``(K, count)`` float32, what a slot's draws are grown by; must not depend on draws.
+        weights: ``(H, count)`` float32, what a slot's draws are grown by where its likeliest token
+            has a likelihood from ``h / H`` on; must not depend on draws.
         tokens: ``(B, K, U)`` int64, ``U = N count``, written.
-        probs: ``(B, K, U, N)`` float32, written.
+        probs: ``(B, K, U, N)`` float32, as ``slot_choices`` returns them, written over.
     """
     implementation = _slot_draws_op if logits.is_cuda else slot_draws_torch
     implementation(logits, ids, temperatures, seeds, offsets, stream, drawn, weights, tokens, probs)
