@@ -273,15 +273,11 @@ def _depth(mask_ptr, token, b, length, L: tl.constexpr, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def _two_words(mask_ptr, word0, word1, token, b, length, j0, L: tl.constexpr):
+def _two_words(mask_ptr, token, b, length, j0, L: tl.constexpr):
     """The words of each row's mask that hold its bits of drafts ``j0`` to ``j0 + 63``."""
     word = (j0 + 64) // 64
-    if L > 128:
-        low = _mask_word(mask_ptr, token, b, length, word - 1, L)
-        high = _mask_word(mask_ptr, token, b, length, word, L)
-    else:
-        low = tl.where(word == 1, word0, tl.where(word == 2, word1, 0))
-        high = tl.where(word == 0, word0, tl.where(word == 1, word1, 0))
+    low = _mask_word(mask_ptr, token, b, length, word - 1, L)
+    high = _mask_word(mask_ptr, token, b, length, word, L)
     return low, high
 
 
@@ -469,13 +465,6 @@ def _verify_kernel(
         q = _load_q(q_ptr, row, length, row0, head0, q_token_stride, q_head_stride, d, GROUP, D)
         peak, total = _start(sinks_ptr, row, head0, ends_unit, HAS_SINKS, GROUP)
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        # Here, so that they have come when the drafts' turn comes.
-        word0, word1 = token, token
-        if HAS_MASK and L <= 128:
-            word0 = _mask_word(mask_ptr, token, b, length, 0, L)
-            word1 = tl.zeros_like(word0)
-            if L > 64:
-                word1 = _mask_word(mask_ptr, token, b, length, 1, L)
         # A key at n is near a draft if depth + prefix - n <= WINDOW.
         reach = token
         if WINDOW > 0:
@@ -564,7 +553,8 @@ def _verify_kernel(
                 )
                 k, v = widen(k, dtype), widen(v, dtype)
                 if HAS_MASK:
-                    low, high = _two_words(mask_ptr, word0, word1, token, b, length, j0, L)
+                    # Not before the prefix, through whose loop they would take registers.
+                    low, high = _two_words(mask_ptr, token, b, length, j0, L)
                     bits = _tile_bits(low, high, j0, new)
                     sees = ((bits[:, None] >> n.to(tl.uint64)[None, :]) & 1) != 0
                 else:
