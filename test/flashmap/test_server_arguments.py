@@ -113,7 +113,7 @@ ACCEPTED = {
         dict(
             speculative_eagle_topk=2,
             speculative_num_draft_tokens=33,
-            speculative_flashmap_tree_temperature=0.6,
+            speculative_flashmap_tree_temperature=0.3,
         ),
     ),
     "grown-trees-and-chains": (

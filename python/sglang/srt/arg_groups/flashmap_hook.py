@@ -236,9 +236,10 @@ def _tree_temperature(cfg: Any) -> float:
     given = cfg.speculative_flashmap_tree_temperature
     if given is not None:
         return given
-    if not cfg.speculative_flashmap_tree_choices:
-        return 0.3
-    return 0.8 if cfg.speculative_use_block_verification else 0.6
+    grown_or_chains = (
+        cfg.speculative_flashmap_tree_choices and cfg.speculative_use_block_verification
+    )
+    return 0.8 if grown_or_chains else 0.3
 
 
 def _check_trees(server_args: Any, config: FlashMapConfig) -> None:
