@@ -10,8 +10,10 @@ import torch
 from draft_pair import PREFIX_LENS, VOCAB, DraftPair, Pool, Requests, relative_error
 from sglang.kernels.ops.speculative.flashmap.noise import gaussian_noise
 from sglang.kernels.ops.speculative.flashmap.sampler import sample_draft
+from sglang.kernels.ops.speculative.flashmap.tree_growth import grow_tree
 from sglang.srt.speculative.flashmap.drafter import DraftBlock, Drafter, DraftInputs
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream, row_offsets
+from sglang.srt.speculative.flashmap.plan import draw_weights
 
 SIZE = len(PREFIX_LENS)
 TEMPERATURES = torch.tensor([0.0, 1.0, 0.7])
@@ -228,7 +230,8 @@ def test_trees_grow_from_the_likeliest_tokens_of_each_slot() -> None:
 
 
 def test_trees_of_draws_have_the_same_nodes_whatever_was_drawn() -> None:
-    """Rows under rejection: first draws are the block's tokens; others keep the likeliest."""
+    """Rows under rejection: nodes go by the draft's distributions alone, and first draws are the
+    block's tokens; other rows keep the likeliest."""
     setting = Setting()
     setting.drafter.serve = dataclasses.replace(
         setting.drafter.serve, verify_width=20, tree_candidates=1, tree_choices=3
@@ -239,9 +242,17 @@ def test_trees_of_draws_have_the_same_nodes_whatever_was_drawn() -> None:
     block = setting.drafter.draft(setting.inputs)
     tree = block.tree
     assert torch.equal(tree.tokens[0], grown.tokens[0])
-    assert torch.equal(tree.parents[1], tree.parents[2]) and tree.num_nodes[1] == 20
-    assert not torch.equal(tree.parents[0], tree.parents[1])
+    weights = draw_weights(3, torch.device("cpu"))
     for row in (1, 2):
+        likeliest = (block.logits[row] / 1.3).softmax(dim=-1).amax(dim=-1)
+        worth = weights[(likeliest * len(weights)).long()]
+        other_draws = torch.tensor([7, 3, 5]).expand(1, len(worth), -1).contiguous()
+        whatever = grow_tree(
+            *(torch.zeros(1, dtype=torch.int64), other_draws, worth[None, ..., None].contiguous()),
+            *(other_draws[..., 0].contiguous(), 20, torch.zeros(1, dtype=torch.bool)),
+        )
+        assert torch.equal(tree.parents[row], whatever.parents[0]) and tree.num_nodes[row] == 20
+        assert not torch.equal(tree.parents[0], tree.parents[row])
         node, depth = int(tree.first_child[row, 0]), 0
         siblings = [int(tree.tokens[row, node])]
         while node >= 0:
