@@ -25,6 +25,14 @@ common="--target $TARGET --target-name $name --batch-size ${BATCH:-64} --anchors
 data=$(ls -d "$RUN"/data.*/ 2>/dev/null || true)
 asks=$(ls -d "$RUN"/asks.*/ 2>/dev/null || true)
 
+# further RUN RATE STEPS [ARGUMENT ...]: the one-jump draft of RUN, trained on both kinds of prompts
+further() {
+    from=$1 rate=$2 steps=$3
+    shift 3
+    "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/$what" --stage one-jump \
+        --init "$RUN/$from/release" --labels target --lr "$rate" --slot-decay 3 --steps "$steps" "$@"
+}
+
 case $what in
 data)
     for seed in ${SEEDS:-1 2 3}; do
@@ -53,18 +61,13 @@ base)
         --labels target --lr 2e-3 --steps "${BASE_STEPS:-3700}"
     ;;
 more)
-    "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/more" --stage one-jump \
-        --init "$RUN/base/release" --labels target --lr 1.5e-3 --slot-decay 3 --steps "${MORE_STEPS:-5300}"
+    further base 1.5e-3 "${MORE_STEPS:-5300}"
     ;;
 accept)
-    "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/accept" --stage one-jump \
-        --init "$RUN/more/release" --labels target --lr 1e-3 --slot-decay 3 --steps "${ACCEPT_STEPS:-5500}" \
-        --acceptance-weight 0.8 --acceptance-loss length
+    further more 1e-3 "${ACCEPT_STEPS:-5500}" --acceptance-weight 0.8 --acceptance-loss length
     ;;
 finish)
-    "$PYTHON" scripts/train_draft.py $common --data $asks $data --output "$RUN/finish" --stage one-jump \
-        --init "$RUN/accept/release" --labels target --lr 6e-4 --slot-decay 3 --steps "${FINISH_STEPS:-3200}" \
-        --acceptance-weight 0.8 --acceptance-loss length
+    further accept 6e-4 "${FINISH_STEPS:-3200}" --acceptance-weight 0.8 --acceptance-loss length
     ;;
 flow)
     "$PYTHON" scripts/train_draft.py $common $sizes --data $data --output "$RUN/flow" --stage flow \

@@ -139,6 +139,10 @@ def compare(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
+def tokens_per_second(row: dict[str, Any]) -> float:
+    return sum(map(len, row["tokens"])) / row["seconds"]
+
+
 def table(made: dict[str, Any]) -> list[str]:
     rows = [
         "| mode | requests | tok/s | each turn | ratio to plain | accept length | same text | "
@@ -151,8 +155,8 @@ def table(made: dict[str, Any]) -> list[str]:
         for name, result in made.items():
             row = result["batches"][size]
             count, steps = sum(map(len, row["tokens"])), sum(row["steps"])
-            rate = count / row["seconds"]
-            ratio = rate / (sum(map(len, base["tokens"])) / base["seconds"])
+            rate = tokens_per_second(row)
+            ratio = rate / tokens_per_second(base)
             turns = ", ".join(f"{count / seconds:.0f}" for seconds in row["turns"])
             length = (count - len(row["tokens"])) / max(1, steps)
             splits = [_first_difference(a, b) for a, b in zip(row["tokens"], base["tokens"])]
@@ -189,14 +193,18 @@ def speed_record(
 ) -> dict[str, Any]:
     """Tokens per second of each mode at each batch size, as `scripts/train/card.py` reads them."""
     rows = []
-    for size in made[PLAIN]["batches"]:
-        rates = {}
+    for size, base in made[PLAIN]["batches"].items():
         for name, result in made.items():
-            row = result["batches"][size]
-            rates[name] = sum(map(len, row["tokens"])) / row["seconds"]
-            ratio, arguments = rates[name] / rates[PLAIN], json.loads(modes[name])
-            rows.append(dict(mode=name, requests=int(size), tokens_per_second=rates[name]))
-            rows[-1] |= dict(ratio=ratio, arguments=arguments)
+            rate = tokens_per_second(result["batches"][size])
+            rows.append(
+                dict(
+                    mode=name,
+                    requests=int(size),
+                    tokens_per_second=rate,
+                    ratio=rate / tokens_per_second(base),
+                    arguments=json.loads(modes[name]),
+                )
+            )
     prompts = len(made[PLAIN]["domains"])
     return dict(device=device, temperature=temperature, prompts=prompts, rows=rows)
 

@@ -20,40 +20,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from graph_timing import replay_times
+from shapes import TARGET
 
+_HIDDEN, _INNER, _LAYERS = (
+    TARGET[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+)
+_QUERIES, _KEYS = (
+    TARGET[name] * TARGET["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+)
 # (output features, input features) -> how many of them a step has.
 PRODUCTS = {
-    (6144, 4096): 36,
-    (4096, 4096): 36,
-    (24576, 4096): 36,
-    (4096, 12288): 36,
-    (151936, 4096): 1,
+    (_QUERIES + 2 * _KEYS, _HIDDEN): _LAYERS,
+    (_HIDDEN, _QUERIES): _LAYERS,
+    (2 * _INNER, _HIDDEN): _LAYERS,
+    (_HIDDEN, _INNER): _LAYERS,
+    (TARGET["vocab_size"], _HIDDEN): 1,
 }
 # Bytes of weights that calls rotate through: several times an L2 cache.
 ROTATED_BYTES = 256 << 20
 WORKSPACE_BYTES = 32 << 20
 
 
-def microseconds(call: Callable[[int], None], copies: int, repeats: int = 7) -> float:
-    """Of one call, in a graph of ``copies`` of them."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call(0)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(copies):
-            call(i)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / copies)
-    return statistics.median(times)
+def microseconds(call: Callable[[int], None], copies: int) -> float:
+    return statistics.median(replay_times(call, copies, repeats=7))
 
 
 class CublasLt:

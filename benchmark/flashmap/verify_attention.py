@@ -37,6 +37,7 @@ from types import ModuleType
 import torch
 import triton
 import triton.language as tl
+from graph_timing import replay_times
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTHS, BATCHES = (17, 65), (1, 4, 16, 64)
@@ -352,25 +353,7 @@ CALLS = {
 
 def microseconds(call: Callable[[], object], calls: int, repeats: int = 5) -> float:
     """Of one call; a graph of ``calls`` calls is replayed ``repeats`` times, the fastest counts."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return min(times)
+    return min(replay_times(lambda _: call(), calls, repeats))
 
 
 def copy_bandwidth() -> float:

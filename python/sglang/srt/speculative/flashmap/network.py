@@ -2,6 +2,9 @@
 
 They hold weights and compute little: what a draft multiplies with is made of them once
 (``FlashMapDraftModel.attach_target``), and what it computes is a step's, not a module's.
+
+``scripts/train/network.py`` has the same tensors in modules that do compute: a trainer runs without
+sglang. Both are held to the flashmap package by tests, and to ``checkpoint.expected_shapes``.
 """
 
 from __future__ import annotations
