@@ -300,6 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     world = World.join(runs[0].device)
     try:
         train(runs, world)
+        world.wait()
     except (ForkError, FlashMapConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

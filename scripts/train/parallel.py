@@ -39,6 +39,12 @@ class World:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
+    def wait(self) -> None:
+        """Until every rank is here. A rank that left while rank 0 still wrote the release would
+        close connections under it, and torchrun would end rank 0 for whatever befell the other."""
+        if self.size > 1:
+            dist.barrier()
+
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replaces each tensor by its mean over the ranks."""
         tensors = list(tensors)
