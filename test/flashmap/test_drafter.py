@@ -44,7 +44,7 @@ class Setting:
             anchors=self.requests.anchors,
             seq_lens=self.requests.lens,
             rows=self.requests.rows,
-            temperatures=TEMPERATURES,
+            temperatures=TEMPERATURES.clone(),
             active=torch.ones(SIZE, dtype=torch.int32),
             filters=torch.zeros(SIZE, 3),
             rejected=torch.zeros(SIZE, dtype=torch.bool),
@@ -230,16 +230,19 @@ def test_trees_grow_from_the_likeliest_tokens_of_each_slot() -> None:
 
 
 def test_trees_of_draws_have_the_same_nodes_whatever_was_drawn() -> None:
-    """Rows under rejection: nodes go by the draft's distributions alone, and first draws are the
-    block's tokens; other rows keep the likeliest."""
+    """Rows under rejection: nodes go by the draft's distributions alone, and first draws are what
+    a chain would hold; other rows keep the likeliest."""
     setting = Setting()
-    setting.drafter.serve = dataclasses.replace(
-        setting.drafter.serve, verify_width=20, tree_candidates=1, tree_choices=3
-    )
+    chains = setting.drafter.serve
+    trees = dataclasses.replace(chains, verify_width=20, tree_candidates=1, tree_choices=3)
+    setting.drafter.serve = trees
     grown = setting.drafter.draft(setting.inputs).tree
     setting.inputs.temperatures[1:] = 1.3
     setting.inputs.rejected[1:] = True
     block = setting.drafter.draft(setting.inputs)
+    setting.drafter.serve = chains
+    chain = setting.drafter.draft(setting.inputs)
+    assert block.tokens is None and torch.equal(block.logits, chain.logits)
     tree = block.tree
     assert torch.equal(tree.tokens[0], grown.tokens[0])
     weights = draw_weights(3, torch.device("cpu"))
@@ -256,7 +259,7 @@ def test_trees_of_draws_have_the_same_nodes_whatever_was_drawn() -> None:
         node, depth = int(tree.first_child[row, 0]), 0
         siblings = [int(tree.tokens[row, node])]
         while node >= 0:
-            assert tree.tokens[row, node] == block.tokens[row, depth]
+            assert tree.tokens[row, node] == chain.tokens[row, depth]
             node, depth = int(tree.first_child[row, node]), depth + 1
         assert depth >= 3
         node = int(tree.next_sibling[row, int(tree.first_child[row, 0])])

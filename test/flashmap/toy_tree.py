@@ -188,7 +188,7 @@ class ToyServer:
             block = tokens[:, 0].contiguous()
             if self.serve.draws_trees:
                 self._draw(slots, temperatures, rejected, likely, probs)
-                rejected = torch.zeros_like(rejected)
+                block = rejected = None
             tree = grow_tree(anchors, likely, probs, block, self.width, rejected)
         else:
             tree = plan_tree(anchors, tokens, self.width, rejected)

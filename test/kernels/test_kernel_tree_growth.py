@@ -123,6 +123,14 @@ def test_kernel_grows_the_references_trees(shape: tuple, launch_and_args: Callab
     assert_equal(grow_on_kernel(launch_and_args, *args), grow_tree_torch(*args))
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_without_chains_every_row_grows(shape: tuple, launch_and_args: Callable) -> None:
+    *grown, blocks, width, chain = make(shape, rows=4)
+    expected = grow_tree_torch(*grown, blocks, width, torch.zeros_like(chain))
+    assert_equal(grow_tree(*grown, None, width, None), expected)
+    assert_equal(grow_on_kernel(launch_and_args, *grown, None, width, None), expected)
+
+
 @pytest.mark.parametrize(
     "shape",
     [(2, 64, 1, 5), pytest.param((32, 64, 8, 129), marks=pytest.mark.cuda)],

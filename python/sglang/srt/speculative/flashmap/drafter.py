@@ -30,7 +30,7 @@ from sglang.srt.models.flashmap import DraftContext, FlashMapDraftModel, pool_bu
 from sglang.srt.speculative.flashmap.config import FlashMapServeConfig
 from sglang.srt.speculative.flashmap.memory import pool_bytes
 from sglang.srt.speculative.flashmap.noise import SeedTable, Stream
-from sglang.srt.speculative.flashmap.plan import draw_weights, first_requests, same_flags
+from sglang.srt.speculative.flashmap.plan import draw_weights, first_requests
 from sglang.srt.speculative.flashmap.side_stream import SideStream
 
 logger = logging.getLogger(__name__)
@@ -94,14 +94,15 @@ class DraftInputs:
 class DraftBlock:
     """Drafts of ``B`` requests; valid until the next draft."""
 
-    tokens: torch.Tensor
-    """Token ids ``(B, K)`` int64 of candidate 0."""
+    tokens: torch.Tensor | None
+    """Token ids ``(B, K)`` int64 of candidate 0; None on a server whose trees are made of other
+    draws (``draws_trees``)."""
     logits: torch.Tensor
     """Its logits ``(B, K, Vd)`` in the draft's dtype, -inf where a request's filters leave tokens
     out."""
     temperatures: torch.Tensor
-    """Its rows' temperatures ``(B,)``: ``softmax(logits / temperatures)`` is what the tokens are
-    draws from, and what an accept rule divides by."""
+    """Its rows' temperatures ``(B,)``: ``softmax(logits / temperatures)`` is what drafts are draws
+    from, and what an accept rule divides by."""
     tree: TreePlan | None = None
     """What all candidates are verified as; None on a server of chains."""
 
@@ -140,8 +141,9 @@ class Drafter:
         stage_inputs([value.to(buffer.dtype) for value, buffer in pairs], list(static))
         graph, block = self._graphs[captured]
         graph.replay()
+        tokens = None if block.tokens is None else block.tokens[:size]
         tree = None if block.tree is None else first_requests(block.tree, size)
-        return DraftBlock(block.tokens[:size], block.logits[:size], block.temperatures[:size], tree)
+        return DraftBlock(tokens, block.logits[:size], block.temperatures[:size], tree)
 
     def _draft(self, inputs: DraftInputs, out: torch.Tensor | None = None) -> DraftBlock:
         model, config = self.model, self.model.config
@@ -181,6 +183,10 @@ class Drafter:
         logits = model.draft_logits(noise, rows.positions, context, candidates, out=out)
         # In place: what is sampled from here is what an accept rule takes as the proposal.
         filter_logits(logits, rows.temperatures, rows.filters)
+        if self.serve.draws_trees:
+            logits = logits.view(-1, candidates, self.serve.block_size, logits.shape[-1])
+            tree = self._grow_drawn(inputs, rows, logits)
+            return DraftBlock(None, logits[:, 0], inputs.temperatures, tree)
         tokens = sample_draft(
             logits,
             model.draft_ids,
@@ -190,36 +196,37 @@ class Drafter:
             Stream.DRAFT_TOKEN.value,
         ).view(-1, candidates, self.serve.block_size)
         logits = logits.view(*tokens.shape, logits.shape[-1])
-        tree = None
-        if self.serve.trees:
-            tree = self._plan(inputs, rows, tokens, logits)
+        tree = self._plan(inputs, tokens, logits) if self.serve.trees else None
         return DraftBlock(tokens[:, 0], logits[:, 0], inputs.temperatures, tree)
 
-    def _plan(
-        self, inputs: DraftInputs, rows: DraftRows, tokens: torch.Tensor, logits: torch.Tensor
-    ) -> TreePlan:
-        """The trees of candidates ``tokens (B, N, K)`` and their ``logits (B, N, K, Vd)``."""
+    def _plan(self, inputs: DraftInputs, tokens: torch.Tensor, logits: torch.Tensor) -> TreePlan:
+        """The trees of candidates ``tokens (B, N, K)`` and their ``logits (B, N, K, Vd)``; chains
+        of requests under rejection."""
         width, choices = self.serve.verify_width, self.serve.tree_choices
         if choices == 0:
             return plan_tree(inputs.anchors, tokens, width, inputs.rejected)
-        chain = inputs.rejected
         likely, probs = slot_choices(logits, self.model.draft_ids, inputs.temperatures, choices)
-        if self.serve.draws_trees:
-            slot_draws(
-                logits,
-                self.model.draft_ids,
-                inputs.temperatures,
-                rows.seeds,
-                rows.offsets,
-                Stream.DRAFT_TOKEN.value,
-                inputs.rejected,
-                draw_weights(choices, logits.device),
-                likely,
-                probs,
-            )
-            chain = same_flags(False, len(chain), chain.device)
         block = tokens[:, 0].contiguous()
-        return grow_tree(inputs.anchors, likely, probs, block, width, chain)
+        return grow_tree(inputs.anchors, likely, probs, block, width, inputs.rejected)
+
+    def _grow_drawn(self, inputs: DraftInputs, rows: DraftRows, logits: torch.Tensor) -> TreePlan:
+        """Trees of the likeliest tokens by ``logits (B, N, K, Vd)``, of draws without replacement
+        for requests under rejection."""
+        ids, width, choices = self.model.draft_ids, self.serve.verify_width, self.serve.tree_choices
+        likely, probs = slot_choices(logits, ids, inputs.temperatures, choices)
+        slot_draws(
+            logits,
+            ids,
+            inputs.temperatures,
+            rows.seeds,
+            rows.offsets,
+            Stream.DRAFT_TOKEN.value,
+            inputs.rejected,
+            draw_weights(choices, logits.device),
+            likely,
+            probs,
+        )
+        return grow_tree(inputs.anchors, likely, probs, None, width, None)
 
     def pool_bytes(self) -> int:
         """Of the draft KV pool."""

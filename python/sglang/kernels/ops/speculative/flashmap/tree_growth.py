@@ -29,7 +29,7 @@ L1 cache.
 
 from __future__ import annotations
 
-from typing import List
+from typing import List, Optional
 
 import torch
 import torch.nn.functional as F
@@ -54,9 +54,9 @@ def grow_tree_torch(
     anchors: torch.Tensor,
     tokens: torch.Tensor,
     probs: torch.Tensor,
-    blocks: torch.Tensor,
+    blocks: torch.Tensor | None,
     width: int,
-    chain: torch.Tensor,
+    chain: torch.Tensor | None,
 ) -> TreePlan:
     """Reference of :func:`grow_tree`."""
     batch, num_slots, num_choices, draws = probs.shape
@@ -89,14 +89,16 @@ def grow_tree_torch(
         on = continuations(weights[:, node], depths[:, node])
         open_[:, node] = torch.where(grown[:, None], on, -1)
 
-    length = min(num_slots, width - 1)
     node = torch.arange(width, device=probs.device)
-    drafted = (node > 0) & (node <= length)
-    drafts = F.pad(blocks[:, :length], (1, width - 1 - length))
-    drafts[:, 0] = anchors
-    chain = chain[:, None]
-    parents = torch.where(chain, torch.where(drafted, node - 1, -1), parents)
-    depths = torch.where(chain, node * drafted, depths)
+    if chain is not None:
+        length = min(num_slots, width - 1)
+        drafted = (node > 0) & (node <= length)
+        drafts = F.pad(blocks[:, :length], (1, width - 1 - length))
+        drafts[:, 0] = anchors
+        chain = chain[:, None]
+        node_tokens = torch.where(chain, drafts, node_tokens)
+        parents = torch.where(chain, torch.where(drafted, node - 1, -1), parents)
+        depths = torch.where(chain, node * drafted, depths)
 
     # mask (B, W, W): a node's row is itself and, once per level, one more ancestor.
     ancestors = [node.expand_as(parents)]
@@ -108,7 +110,7 @@ def grow_tree_torch(
     num_nodes = 1 + (parents >= 0).sum(dim=1)
     leaves = (first_child < 0) & (parents >= 0)
     return TreePlan(
-        tokens=torch.where(chain, drafts, node_tokens),
+        tokens=node_tokens,
         parents=parents.int(),
         depths=depths.int(),
         mask=mask,
@@ -155,6 +157,7 @@ def _grow_tree_kernel(
     BLOCK_U: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    CHAINS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
@@ -163,8 +166,9 @@ def _grow_tree_kernel(
     request = tl.program_id(0).to(tl.int64)
     choices_ptr += request * (K * U)
     probs_ptr += request * (K * U * N)
-    blocks_ptr += request * K
-    is_chain = tl.load(chain_ptr + request) != 0
+    is_chain = False
+    if CHAINS:
+        is_chain = tl.load(chain_ptr + request) != 0
 
     i = tl.arange(0, BLOCK_W)
     u = tl.arange(0, BLOCK_U)
@@ -176,7 +180,7 @@ def _grow_tree_kernel(
     size = tl.full((), 1, tl.int32)
     if is_chain:
         drafted = (i > 0) & (i <= K) & inside
-        token += tl.load(blocks_ptr + i - 1, mask=drafted, other=0)
+        token += tl.load(blocks_ptr + request * K + i - 1, mask=drafted, other=0)
         parent = tl.where(drafted, i - 1, -1)
         depth = tl.where(drafted, i, 0)
         size += tl.sum(drafted.to(tl.int32), 0)
@@ -252,14 +256,15 @@ def grow_tree_triton(
     anchors: torch.Tensor,
     tokens: torch.Tensor,
     probs: torch.Tensor,
-    blocks: torch.Tensor,
-    chain: torch.Tensor,
+    blocks: Optional[torch.Tensor],
+    chain: Optional[torch.Tensor],
     out: List[torch.Tensor],
 ) -> None:
     """Launcher of :func:`grow_tree`; ``out`` holds the tensors of a :class:`TreePlan`."""
     batch, num_slots, num_choices, draws = probs.shape
     width = out[0].shape[1]
-    assert all(x.is_contiguous() for x in (anchors, tokens, probs, blocks, chain, *out))
+    given = (x for x in (anchors, tokens, probs, blocks, chain, *out) if x is not None)
+    assert all(x.is_contiguous() for x in given)
     if batch == 0:
         return
     block_u, block_n, block_w = (triton.next_power_of_2(x) for x in (num_choices, draws, width))
@@ -278,6 +283,7 @@ def grow_tree_triton(
         BLOCK_U=block_u,
         BLOCK_N=block_n,
         BLOCK_W=block_w,
+        CHAINS=chain is not None,
         num_warps=min(max(largest_tile // 1024, 1), 16),
         **launch_options(probs.device),
     )
@@ -287,8 +293,8 @@ def _fake_grow_tree(
     anchors: torch.Tensor,
     tokens: torch.Tensor,
     probs: torch.Tensor,
-    blocks: torch.Tensor,
-    chain: torch.Tensor,
+    blocks: Optional[torch.Tensor],
+    chain: Optional[torch.Tensor],
     out: List[torch.Tensor],
 ) -> None:
     return None
@@ -306,9 +312,9 @@ def grow_tree(
     anchors: torch.Tensor,
     tokens: torch.Tensor,
     probs: torch.Tensor,
-    blocks: torch.Tensor,
+    blocks: torch.Tensor | None,
     width: int,
-    chain: torch.Tensor,
+    chain: torch.Tensor | None,
     *,
     out: TreePlan | None = None,
 ) -> TreePlan:
@@ -320,10 +326,10 @@ def grow_tree(
             to 32.
         probs: ``(B, K, U, N)`` float32, how likely each of ``N`` draws of noise makes them; 0 for
             tokens that are listed twice but for once. Prefixes of likelihood 0 are not grown.
-        blocks: ``(B, K)`` int64, the drafts of chains.
+        blocks: ``(B, K)`` int64, the drafts of chains; not read if ``chain`` is None.
         width: ``W``, 2 to 129. Nodes that are not grown are padding.
         chain: ``(B,)`` bool; True plans ``blocks`` instead: nodes ``1 ... min(K, W - 1)`` are its
-            slots in order.
+            slots in order. None: no request's.
         out: buffers to write and return, of :meth:`TreePlan.empty`; new ones when None.
 
     Returns:
@@ -333,10 +339,11 @@ def grow_tree(
     batch, num_slots, num_choices, _ = probs.shape
     assert 1 <= num_choices <= MAX_CHOICES and 1 <= num_slots <= MAX_SLOTS
     assert 2 <= width <= MAX_WIDTH
-    assert tokens.shape == probs.shape[:3] and blocks.shape == (batch, num_slots)
-    assert anchors.shape == chain.shape == (batch,)
-    assert anchors.dtype == tokens.dtype == blocks.dtype == torch.int64
-    assert probs.dtype == torch.float32 and chain.dtype == torch.bool
+    assert tokens.shape == probs.shape[:3] and anchors.shape == (batch,)
+    assert anchors.dtype == tokens.dtype == torch.int64 and probs.dtype == torch.float32
+    if chain is not None:
+        assert blocks.shape == (batch, num_slots) and blocks.dtype == torch.int64
+        assert chain.shape == (batch,) and chain.dtype == torch.bool
     if out is None:
         out = TreePlan.empty(batch, width, probs.device)
     assert out.tokens.shape == (batch, width)
