@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 from pathlib import Path
 
 import torch
@@ -177,7 +178,7 @@ def main() -> None:
     )
     parser.add_argument("--tree-budget", type=int, default=32, help="blocks per batch")
     parser.add_argument("--check", action="store_true", help="compare logits with the library's")
-    parser.add_argument("--profile", help="write a torch profiler table of one draft here")
+    parser.add_argument("--profile", help="write kernel times and a draft's timeline here")
     options = parser.parse_args()
     # What a server decides by the device, so that each can be measured without the other.
     if options.linear == "library":
@@ -225,6 +226,8 @@ def main() -> None:
 
 
 def profile(drafter: Drafter, inputs: DraftInputs, path: str) -> None:
+    """Write how long each kernel of a draft of one request takes, then one draft's in order. A
+    kernel that starts early counts from then on, its wait for the one before included."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -233,8 +236,24 @@ def profile(drafter: Drafter, inputs: DraftInputs, path: str) -> None:
         for _ in range(5):
             drafter.draft(batch)
         torch.cuda.synchronize()
-    table = result.key_averages().table(sort_by="cuda_time_total", row_limit=40)
-    Path(path).write_text(table)
+    lines = [result.key_averages().table(sort_by="cuda_time_total", row_limit=40)]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        result.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text())["traceEvents"]
+    kernels = sorted(
+        (e["ts"], e["dur"], e["args"]["stream"], e["name"])
+        for e in events
+        if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    last = kernels[-len(kernels) // 5 :]
+    begin = last[0][0]
+    lines.append("   start µs      end µs  stream  kernel")
+    for start, took, stream, name in last:
+        lines.append(
+            f"{start - begin:11.1f} {start - begin + took:11.1f} {stream:7}  {name[:90]}"
+        )
+    Path(path).write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

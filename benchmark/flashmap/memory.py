@@ -6,6 +6,8 @@
 Without folders the models have Qwen3-8B shapes and random weights, which needs a GPU. `--prefill N`
 then answers a prompt of N tokens, the longest that fits by default, at the server's own
 `--mem-fraction-static` (0.9 here), and prints what is left of the device before and after.
+`--sleep` starts the server with the memory saver, and prints what is left while it sleeps and once
+it is awake.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ def arguments(options: argparse.Namespace) -> dict[str, Any]:
             load_format="dummy",
             speculative_draft_load_format="dummy",
         )
+    if options.sleep:
+        chosen |= dict(enable_memory_saver=True, enable_weights_cpu_backup=True)
     return chosen | json.loads(options.arguments)
 
 
@@ -64,6 +68,7 @@ def main() -> None:
     parser.add_argument("--draft", help="folder of a FlashMap release for it")
     parser.add_argument("--arguments", default="{}", help="JSON of more engine arguments")
     parser.add_argument("--prefill", type=int, help="prompt tokens, 0 for none")
+    parser.add_argument("--sleep", action="store_true", help="release the GPU's memory at the end")
     parser.add_argument("--out", default="out/memory", help="folder of the random models' configs")
     parser.add_argument("--json", type=Path, help="where to save the rows")
     options = parser.parse_args()
@@ -86,6 +91,11 @@ def main() -> None:
         if before is not None:
             found.append(("free before the prefill", before))
             found.append((f"free after a prefill of {tokens} tokens", free_gb()))
+    if options.sleep:
+        engine.release_memory_occupation()
+        found.append(("free asleep", free_gb()))
+        engine.resume_memory_occupation()
+        found.append(("free awake", free_gb()))
     print("| what | GB |\n|---|---|")
     for name, size in found:
         print(f"| {name} | {size:.3f} |")
